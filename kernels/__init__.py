@@ -1,0 +1,1 @@
+"""Device kernels, one folder per operation."""

@@ -1,0 +1,1 @@
+"""Plans that ship with the package, as JSON."""

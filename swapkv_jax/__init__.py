@@ -1,0 +1,1 @@
+"""Long-context decoding when the KV cache does not fit the accelerator's memory."""

@@ -1,0 +1,1 @@
+"""Model geometry, weights, tokenizer and decoder block."""
