@@ -1,0 +1,140 @@
+"""The boundary between host buffers and device arrays; the only module that turns one into the other.
+
+On the CPU backend device memory *is* host memory: an aligned NumPy buffer becomes a device array without a
+copy, which is fast and unsafe, since JAX does not know when the buffer is written again. Two rules keep it
+safe. A buffer is rewritten only after the output of its last consumer is ready (`StagingRing` holds that
+fence), and what a program reads is never what the host writes meanwhile (`engine` orders write-backs).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+
+from swapkv_jax.errors import TierError
+from swapkv_jax.tiers import aligned_buffer
+
+ALIAS_ALIGNMENT = 64  # bytes at which the CPU client takes a NumPy buffer as it is
+
+
+def _device() -> jax.Device:
+    return jax.devices()[0]
+
+
+def device_sharding() -> jax.sharding.Sharding:
+    """Where a plan's device buffers live."""
+    return jax.sharding.SingleDeviceSharding(_device())
+
+
+def pinned_sharding() -> jax.sharding.Sharding:
+    """Where a plan's pinned host buffers live."""
+    return jax.sharding.SingleDeviceSharding(_device(), memory_kind="pinned_host")
+
+
+def host_view(array: jax.Array) -> np.ndarray:
+    """A writable NumPy view of an array in host memory (CPU device memory, or pinned_host anywhere).
+
+    The caller keeps `array` alive, and neither donates it nor lets a program read it while writing.
+
+    Raises:
+        TierError: the array's memory is not the host's.
+    """
+    kind = array.sharding.memory_kind
+    if _device().platform != "cpu" and kind != "pinned_host":
+        raise TierError(f"an array in {kind} memory of a {_device().platform} cannot be viewed from the host")
+    array.block_until_ready()
+    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
+
+
+def alias(view: np.ndarray) -> jax.Array:
+    """The CPU device array that *is* `view`.
+
+    Raises:
+        TierError: the backend made a copy instead (another platform, or a misaligned buffer).
+    """
+    array = jax.device_put(view, device_sharding())
+    if array.unsafe_buffer_pointer() != view.ctypes.data:
+        raise TierError(
+            f"the {_device().platform} backend copied a host buffer at {view.ctypes.data:#x} instead of "
+            f'aliasing it; use a plan with transport "copy"'
+        )
+    return array
+
+
+def pinned(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, np.ndarray]:
+    """A pinned_host array of zeros and a writable view of its memory."""
+    array = jax.device_put(np.zeros(shape, dtype), pinned_sharding())
+    return array, host_view(array)
+
+
+def to_device(array: jax.Array) -> jax.Array:
+    """Starts the copy of a pinned_host array to the device; a CPU alias is there already."""
+    if array.sharding.memory_kind == "pinned_host":
+        return jax.device_put(array, device_sharding())
+    return array
+
+
+def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """A device buffer of zeros, not shared with anything."""
+    return jnp.zeros(shape, dtype, device=device_sharding())
+
+
+def put(values: np.ndarray) -> jax.Array:
+    """A device array of its own with these values."""
+    return jnp.array(values, device=device_sharding(), copy=True)
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """A copy of a device array, once it is ready. Leaves no reference that would keep it from donation."""
+    return np.array(array, copy=True)
+
+
+def read_only_view(array: jax.Array) -> np.ndarray:
+    """A device array's content for a host thread to read: without a copy on a CPU, else fetched."""
+    return host_view(array) if _device().platform == "cpu" else np.asarray(array)
+
+
+class StagingRing:
+    """Host buffers that carry records to the device, used in turn, each guarded by its consumer's fence.
+
+    Slot i is filled by an I/O thread, consumed by a program the engine launches, and may be filled again
+    only when that program's output is ready: until then the program may still be reading it.
+    """
+
+    def __init__(self, slots: int, shape: tuple[int, int], dtype: str, transport: Literal["alias", "copy"]):
+        """`slots` buffers of `shape` (records, values per record), zeroed: their memory is all finite."""
+        self._fences: list[jax.Array | None] = [None] * slots
+        self.buffers: list[np.ndarray] = []
+        self.arrays: list[jax.Array] = []
+        for _ in range(slots):
+            if transport == "alias":
+                nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+                view = aligned_buffer(nbytes).view(dtype).reshape(shape)
+                array = alias(view)
+            else:
+                array, view = pinned(shape, dtype)
+            self.buffers.append(view)
+            self.arrays.append(array)
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    def records(self, slot: int) -> np.ndarray:
+        """The slot as the disk store reads and writes it: uint8 [records, stride]."""
+        return self.buffers[slot].view(np.uint8)
+
+    def publish(self, slot: int, fence: jax.Array) -> None:
+        """Says that the program whose output is `fence` is the last to read the slot."""
+        self._fences[slot] = fence
+
+    def wait_reusable(self, slot: int) -> None:
+        """Blocks until nothing reads the slot any more. Called by the thread about to fill it."""
+        fence = self._fences[slot]
+        if fence is not None:
+            fence.block_until_ready()
