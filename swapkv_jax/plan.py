@@ -150,7 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def slot_rows(self) -> int:
         """Rows of a device slot that prefill fills: the batch, or one where decode reads the pool itself."""
-        return 1 if self.transport == "alias" else self.batch
+        return 1 if self.transport == "alias" and self.tier == "dram" else self.batch
 
     def layer_shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's K [rows, Hkv, D, S] and V [rows, Hkv, S, D].
@@ -171,8 +171,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _buffers(self, g: Geometry) -> Iterator[Buffer]:
         b, dt = self.batch, self.dtype
         yield Buffer(name="x", shape=(b, g.hidden), dtype=dt, tier="device")
-        yield Buffer(name="tokens", shape=(b,), dtype="int32", tier="device")
-        yield Buffer(name="lengths", shape=(b,), dtype="int32", tier="device")
+        for name in ("tokens", "lengths", "advance", "forced"):
+            yield Buffer(name=name, shape=(b,), dtype="int32", tier="device")
         yield Buffer(name="logits", shape=(b, g.vocab), dtype="float32", tier="device")
         if self.policy == "resident":
             yield from self._layers("kv", self.layers, b, "device")
@@ -252,10 +252,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name in ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_context > geometry.max_positions:
+        if self.max_context > geometry.context_limit:
             raise PlanError(
-                f"max_context {self.max_context} is over the model's limit of {geometry.max_positions} tokens; "
-                f"use at most {geometry.max_positions}"
+                f"max_context {self.max_context} is over the model's limit of {geometry.context_limit} tokens; "
+                f"use at most {geometry.context_limit}"
             )
         if not self.prefill_chunks or any(c < 1 for c in self.prefill_chunks):
             raise PlanError(
@@ -296,10 +296,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.tier is None or self.transport is None:
             raise PlanError("policy layer needs a tier (dram or disk) and a transport (alias or copy)")
         if self.tier == "disk":
-            if self.transport == "alias":
-                raise PlanError(
-                    "a disk record is rearranged on its way to a slot: tier disk needs transport copy"
-                )
             if (
                 not self.staging_groups
                 or self.staging_groups < 1

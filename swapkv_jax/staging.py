@@ -74,20 +74,13 @@ def pinned(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, np.ndarray]:
 
 
 def to_device(array: jax.Array) -> jax.Array:
-    """Starts the copy of a pinned_host array to the device; a CPU alias is there already."""
-    if array.sharding.memory_kind == "pinned_host":
-        return jax.device_put(array, device_sharding())
-    return array
+    """Starts the copy of a pinned_host array to the device."""
+    return jax.device_put(array, device_sharding())
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """A device buffer of zeros, not shared with anything."""
     return jnp.zeros(shape, dtype, device=device_sharding())
-
-
-def put(values: np.ndarray) -> jax.Array:
-    """A device array of its own with these values."""
-    return jnp.array(values, device=device_sharding(), copy=True)
 
 
 def fetch(array: jax.Array) -> np.ndarray:
@@ -110,17 +103,11 @@ class StagingRing:
     def __init__(self, slots: int, shape: tuple[int, int], dtype: str, transport: Literal["alias", "copy"]):
         """`slots` buffers of `shape` (records, values per record), zeroed: their memory is all finite."""
         self._fences: list[jax.Array | None] = [None] * slots
-        self.buffers: list[np.ndarray] = []
-        self.arrays: list[jax.Array] = []
-        for _ in range(slots):
-            if transport == "alias":
-                nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-                view = aligned_buffer(nbytes).view(dtype).reshape(shape)
-                array = alias(view)
-            else:
-                array, view = pinned(shape, dtype)
-            self.buffers.append(view)
-            self.arrays.append(array)
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.buffers = [aligned_buffer(nbytes).view(dtype).reshape(shape) for _ in range(slots)]
+        for buffer in self.buffers:
+            buffer[...] = 0
+        self._aliases = [alias(buffer) for buffer in self.buffers] if transport == "alias" else None
 
     def __len__(self) -> int:
         return len(self.buffers)
@@ -128,6 +115,12 @@ class StagingRing:
     def records(self, slot: int) -> np.ndarray:
         """The slot as the disk store reads and writes it: uint8 [records, stride]."""
         return self.buffers[slot].view(np.uint8)
+
+    def arrived(self, slot: int) -> jax.Array:
+        """The slot's content on the device, or on its way there."""
+        if self._aliases is not None:
+            return self._aliases[slot]
+        return jax.device_put(self.buffers[slot], device_sharding())
 
     def publish(self, slot: int, fence: jax.Array) -> None:
         """Says that the program whose output is `fence` is the last to read the slot."""

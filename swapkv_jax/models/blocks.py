@@ -17,25 +17,27 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.models.rope import attention_scaling, dynamic_base, inv_freq
+from swapkv_jax.models.rope import attention_scaling, dynamic_base, frequencies_of_base, inv_freq
 
 Params = dict[str, Any]
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm, computed in float32 and scaled in the input's dtype as the checkpoints expect.
+def rms_norm(x: Float[Array, "... F"], scale: Float[Array, " F"], eps: float) -> Float[Array, "... F"]:
+    """Root-mean-square norm, computed in float32 and scaled in the input's dtype as checkpoints expect."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * scale
 
-    (flax's own promotes dtypes implicitly, which strict promotion forbids.)
-    """
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with its scale. (flax's own promotes dtypes implicitly, which strict promotion forbids.)"""
 
     def __init__(self, features: int, eps: float, dtype: jnp.dtype):
         self.scale = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... F"]) -> Float[Array, "... F"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class DecoderBlock(nnx.Module):
@@ -85,9 +87,7 @@ def _rotation(
     """cos and sin of each token's rotation, in float32 until the end."""
     if g.rope_scaling is not None and g.rope_scaling.kind == "dynamic":
         # The base follows each row's own length; keys in the cache keep the rotation they were given.
-        base = dynamic_base(spans.astype(jnp.float32), g, xp=jnp)[:, None]  # [N, 1]
-        exponent = jnp.arange(0, g.head_dim, 2, dtype=jnp.float32) / g.head_dim
-        frequencies = 1.0 / base ** exponent[None]  # [N, D/2]
+        frequencies = frequencies_of_base(dynamic_base(spans, g, jnp), g.head_dim, jnp)  # [N, D/2]
     else:
         frequencies = jnp.asarray(inv_freq(g))[None]  # [1, D/2]
     angles = positions.astype(jnp.float32)[:, None] * frequencies

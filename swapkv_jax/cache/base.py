@@ -1,0 +1,70 @@
+"""What the engine asks of every cache policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from swapkv_jax.models.blocks import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """What a cache has done and holds: bytes, calls, and seconds the engine waited for data."""
+
+    dram_used: int = 0
+    disk_used: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    retries: int = 0
+    wait_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+class Cache(Protocol):
+    """One generation at a time: `begin`, prefill every row layer by layer, `start`, `step`s, `finish`."""
+
+    def begin(self, prompts: Sequence[int], limits: Sequence[int]) -> None:
+        """Makes room for rows with prompts of `prompts` tokens that may grow to `limits` tokens."""
+
+    def slot(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """K and V buffers for one layer's prefill, to be donated; waits until their last use is over."""
+
+    def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
+        """Takes back the buffers with a row's first `length` tokens in them, and streams them out."""
+
+    def start(self) -> None:
+        """Every row is prefilled: waits for the last writes and gets ready to decode."""
+
+    def step(
+        self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
+    ) -> jax.Array:
+        """One token of every row through all layers.
+
+        Args:
+          layers: each layer's parameters.
+          x: hidden state [B, H], donated.
+          lengths: tokens each row holds, int32 [B], on the device; `held` is the same on the host.
+          active: bool [B]; rows that are done compute along, but nothing of theirs is kept.
+        Returns: the hidden state after the last layer.
+        """
+        ...
+
+    def finish(self) -> None:
+        """The generation is over; its sequences are past."""
+
+    def close(self) -> None:
+        """Gives everything back; harmless when repeated."""
+
+    @property
+    def use(self) -> CacheUse: ...
+
+    def addresses(self) -> dict[str, int]:
+        """Where each device buffer that decode reads or writes lies; the same at every step."""
+        ...

@@ -1,0 +1,232 @@
+"""Policy `layer` over the disk store: records stream through staging slots into the device's layer slots."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from swapkv_jax.cache.base import CacheUse
+from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.models.blocks import Params
+from swapkv_jax.program import Program, scalar
+from swapkv_jax.staging import StagingRing, zeros
+from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one staging slot carries: `groups` stored records of a layer's row, then maybe the rolling one."""
+
+    layer: int
+    row: int
+    first_group: int
+    groups: int
+    rolling: bool
+
+
+class DiskLayerCache(LayerCache):
+    """Every layer is read once per step, ahead of its use, in pieces of a staging slot each.
+
+    The newest tokens, not yet a whole group, stay in memory (the rolling buffer) and ride along as one more
+    record. A group that becomes whole is written before anything is read again, so that what is read is
+    always what was written.
+    """
+
+    def __init__(self, program: Program, store: DiskStore):
+        super().__init__(program)
+        plan = program.plan
+        self._store = store
+        self._files: list[SequenceFile] = []
+        values = plan.stride_bytes // plan.itemsize
+        self._staging = StagingRing(
+            plan.staging_slots or 0, (plan.staging_groups or 0, values), plan.dtype, plan.transport or "copy"
+        )
+        self._rolling = _zeroed(plan.layers * plan.batch * plan.stride_bytes).reshape(plan.layers, plan.batch, -1)
+        self._slots = self._prefill_ring()
+        self._pending: deque[Piece] = deque()  # in the order they are needed; not yet being read
+        self._reading: deque[tuple[Piece, int, Future[None]]] = deque()
+        self._next_slot = 0
+
+    # ---- records -------------------------------------------------------------------------------------
+
+    def _parts(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views."""
+        p = self._plan
+        half = p.payload_bytes // 2
+        k = records[:, :half].view(p.dtype).reshape(-1, p.kv_heads, p.head_dim, p.group_tokens)
+        v = records[:, half : 2 * half].view(p.dtype).reshape(-1, p.kv_heads, p.group_tokens, p.head_dim)
+        return k, v
+
+    def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
+        p = self._plan
+        whole, rest = divmod(length, p.group_tokens)
+        size = p.staging_groups or 1
+        scratch = aligned_buffer(size * p.stride_bytes).reshape(size, p.stride_bytes)
+        for first in range(0, whole, size):
+            n = min(size, whole - first)
+            k_out, v_out = self._parts(scratch[:n])
+            tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
+            k_out[...] = k[:, :, tokens].reshape(p.kv_heads, p.head_dim, n, -1).transpose(2, 0, 1, 3)
+            v_out[...] = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim).transpose(1, 0, 2, 3)
+            self._files[row].write(layer, first, scratch[:n])
+        if rest:
+            k_out, v_out = self._parts(self._rolling[layer, row][None])
+            k_out[0, :, :, :rest] = k[:, :, length - rest : length]
+            v_out[0, :, :rest] = v[:, length - rest : length]
+
+    def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
+        group, offset = divmod(at, self._plan.group_tokens)
+        record = self._rolling[layer, row][None]
+        k_out, v_out = self._parts(record)
+        k_out[0, :, :, offset] = k
+        v_out[0, :, offset] = v
+        if offset == self._plan.group_tokens - 1:
+            self._files[row].write(layer, group, record)
+
+    # ---- sequences -----------------------------------------------------------------------------------
+
+    def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
+        p = self._plan
+        self._drain()
+        for name, limit in zip(names, limits, strict=True):
+            # All the room the row may need is reserved now: a full disk shows before any work is done, and
+            # each layer is one sequential run.
+            groups = limit // p.group_tokens
+            file = self._store.create(
+                name,
+                layers=p.layers,
+                group_tokens=p.group_tokens,
+                payload_bytes=p.payload_bytes,
+                prompt_groups=groups,
+                max_groups=groups,
+                alignment=p.record_alignment,
+            )
+            self._files.append(file)
+
+    def _prefill_ring(self) -> list[Slot]:
+        if getattr(self, "_slots", None):
+            return self._slots  # decode's own slots serve prefill too
+        k_shape, v_shape = self._plan.layer_shapes(self._plan.batch)
+        dtype = self._plan.dtype
+        return [(zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)]
+
+    def start(self) -> None:
+        super().start()
+        self._slots = self._ring
+
+    def _close_sequences(self) -> None:
+        self._drain()
+        for file in self._files:
+            self._store.finish(file.sequence)
+        self._files = []
+
+    # ---- reading ahead -------------------------------------------------------------------------------
+
+    def step(
+        self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
+    ) -> jax.Array:
+        if not self._pending and not self._reading:  # the first step; later ones are read ahead
+            for layer in range(self._plan.layers):
+                self._pending.extend(self._pieces(layer, held))
+        x = super().step(layers, x, lengths, held, active)
+        self._pending.extend(self._pieces(len(layers) - 1, held + active))
+        self._read_ahead()
+        return x
+
+    def _pieces(self, layer: int, held: np.ndarray) -> Iterator[Piece]:
+        """The pieces that fill a slot with the first `held` tokens of every row."""
+        size = self._plan.staging_groups or 1
+        for row, tokens in enumerate(held):
+            whole, rest = divmod(int(tokens), self._plan.group_tokens)
+            records = whole + (rest > 0)
+            for first in range(0, records, size):
+                n = min(size, records - first)
+                rolling = first + n > whole
+                yield Piece(layer, row, first, n - rolling, rolling)
+
+    def _read_ahead(self) -> None:
+        while self._pending and len(self._reading) < len(self._staging):
+            piece, slot = self._pending.popleft(), self._next_slot
+            self._next_slot = (slot + 1) % len(self._staging)
+            self._reading.append((piece, slot, self._io.submit(self._read, piece, slot)))
+
+    def _read(self, piece: Piece, slot: int) -> None:
+        """Fills a staging slot. Runs on an I/O thread."""
+        self._staging.wait_reusable(slot)
+        records = self._staging.records(slot)
+        if piece.groups:
+            self._files[piece.row].read(piece.layer, piece.first_group, piece.groups, records[: piece.groups])
+        if piece.rolling:
+            records[piece.groups] = self._rolling[piece.layer, piece.row]
+
+    def _arrive(self, layer: int) -> Slot:
+        index = layer % len(self._slots)
+        k, v = self._slots[index]
+        fill = self._program.fill
+        assert fill is not None
+        self._read_ahead()
+        while self._reading and self._reading[0][0].layer == layer:
+            piece, slot, read = self._reading.popleft()
+            started = time.perf_counter()
+            read.result()
+            self._wait_s += time.perf_counter() - started
+            k, v, fence = fill(k, v, self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group))
+            self._staging.publish(slot, fence)
+            self._read_ahead()
+        self._slots[index] = (k, v)
+        return k, v
+
+    def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
+        # Layers before this one have been written back: the next step may read them.
+        if layer:
+            self._pending.extend(self._pieces(layer - 1, held + active))
+        self._read_ahead()
+
+    def _drain(self) -> None:
+        self._pending.clear()
+        while self._reading:
+            future = self._reading.popleft()[2]
+            if not future.cancel():
+                future.exception()  # nobody will use what was read, nor how it failed
+
+    def close(self) -> None:
+        self._drain()
+        super().close()
+        self._slots = []
+        self._store.close()
+
+    @property
+    def use(self) -> CacheUse:
+        counts = self._store.counts
+        notes = (self._store.support.note,) if self._store.support.note else ()
+        return CacheUse(
+            dram_used=sum(b.nbytes for b in self._staging.buffers) + self._rolling.nbytes,
+            disk_used=self._store.bytes_used,
+            bytes_read=counts.bytes_read,
+            bytes_written=counts.bytes_written,
+            reads=counts.reads,
+            writes=counts.writes,
+            retries=counts.retries,
+            wait_s=self._wait_s,
+            notes=notes,
+        )
+
+    def addresses(self) -> dict[str, int]:
+        slots = {
+            f"slot.{part}.{i}": array.unsafe_buffer_pointer()
+            for i, slot in enumerate(self._slots)
+            for part, array in zip("kv", slot, strict=True)
+        }
+        return {**super().addresses(), **slots}
+
+
+def _zeroed(nbytes: int) -> np.ndarray:
+    buffer = aligned_buffer(nbytes)
+    buffer[:] = 0
+    return buffer

@@ -1,0 +1,147 @@
+"""Policy `layer` over DRAM: the locked pool itself where device memory is host memory, else pinned arrays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from swapkv_jax.cache.base import CacheUse
+from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.program import Program
+from swapkv_jax.staging import alias, pinned, to_device, zeros
+from swapkv_jax.tiers import DramPool
+
+
+class DramLayerCache(LayerCache):
+    """What both transports share: each layer's K [B, Hkv, D, S] and V [B, Hkv, S, D] as host arrays."""
+
+    _k: list[np.ndarray]
+    _v: list[np.ndarray]
+
+    def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
+        self._k[layer][row, :, :, :length] = k[:, :, :length]
+        self._v[layer][row, :, :length] = v[:, :length]
+
+    def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
+        self._k[layer][row, :, :, at] = k
+        self._v[layer][row, :, at] = v
+
+
+class AliasLayerCache(DramLayerCache):
+    """A device slot *is* a layer of the pool: nothing is copied, and the pool is what the graphs read."""
+
+    def __init__(self, program: Program):
+        super().__init__(program)
+        plan = program.plan
+        self._pool = DramPool(plan.memory(program.geometry).dram)
+        self._names: list[str] = []
+        self._k, self._v, self._slots = [], [], []
+
+    def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
+        plan = self._plan
+        k_shape, v_shape = (shape[1:] for shape in plan.layer_shapes(1))
+        self._drop_views()
+        self._names = names
+        for layer in range(plan.layers):
+            k = self._pool.allocate_rows(names, f"k.{layer}", k_shape, plan.dtype)
+            v = self._pool.allocate_rows(names, f"v.{layer}", v_shape, plan.dtype)
+            self._k.append(self._pool.rows_view(k))
+            self._v.append(self._pool.rows_view(v))
+
+    def start(self) -> None:
+        super().start()
+        self._ring = []  # decode reads the pool; prefill's slots are given back
+        self._slots = [(alias(k), alias(v)) for k, v in zip(self._k, self._v, strict=True)]
+
+    def _arrive(self, layer: int) -> Slot:
+        return self._slots[layer]
+
+    def _close_sequences(self) -> None:
+        self._drop_views()
+        for name in self._names:
+            self._pool.finish(name)
+        self._names = []
+
+    def _drop_views(self) -> None:
+        self._k, self._v, self._slots = [], [], []
+
+    def close(self) -> None:
+        super().close()
+        self._drop_views()
+        self._pool.close()
+
+    @property
+    def use(self) -> CacheUse:
+        note = () if self._pool.locked else ("the DRAM pool is not locked in memory: it may be swapped out",)
+        return CacheUse(dram_used=self._pool.used, wait_s=self._wait_s, notes=note)
+
+    def addresses(self) -> dict[str, int]:
+        slots = {
+            f"slot.{part}.{i}": array.unsafe_buffer_pointer()
+            for i, slot in enumerate(self._slots)
+            for part, array in zip("kv", slot, strict=True)
+        }
+        return {**super().addresses(), **slots}
+
+
+class PinnedLayerCache(DramLayerCache):
+    """Layers in pinned_host arrays: one computes from the device slot while the next ones are copied in.
+
+    An arrival lands in memory of its own, since a copy cannot be aimed at an existing device buffer; moving
+    it into the slot on the device is cheap and keeps the address that the graphs read the same.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__(program)
+        plan = program.plan
+        k_shape, v_shape = plan.layer_shapes(plan.batch)
+        ks = [pinned(k_shape, plan.dtype) for _ in range(plan.layers)]
+        vs = [pinned(v_shape, plan.dtype) for _ in range(plan.layers)]
+        self._arrays = [(k[0], v[0]) for k, v in zip(ks, vs, strict=True)]
+        self._k, self._v = [view for _, view in ks], [view for _, view in vs]
+        self._slot = (zeros(k_shape, plan.dtype), zeros(v_shape, plan.dtype))
+        self._arriving: deque[tuple[int, tuple[jax.Array, jax.Array]]] = deque()
+
+    def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
+        self._arriving.clear()
+
+    def start(self) -> None:
+        super().start()
+        self._ring = []
+        for layer in range((self._plan.physical_layers or 0) - 1):
+            self._request(layer)
+
+    def _request(self, layer: int) -> None:
+        k, v = self._arrays[layer]
+        self._arriving.append((layer, (to_device(k), to_device(v))))
+
+    def _arrive(self, layer: int) -> Slot:
+        arrived, (k, v) = self._arriving.popleft()
+        assert arrived == layer, f"layer {arrived} arrived for layer {layer}"
+        assert self._program.fill is not None
+        self._slot = self._program.fill(*self._slot, k, v)
+        return self._slot
+
+    def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
+        self._request((layer + (self._plan.physical_layers or 0) - 1) % self._plan.layers)
+
+    def _close_sequences(self) -> None:
+        self._arriving.clear()
+
+    def close(self) -> None:
+        super().close()
+        self._k, self._v, self._arrays = [], [], []
+        self._arriving.clear()
+
+    @property
+    def use(self) -> CacheUse:
+        held = sum(array.nbytes for layer in self._arrays for array in layer)
+        return CacheUse(dram_used=held, wait_s=self._wait_s)
+
+    def addresses(self) -> dict[str, int]:
+        k, v = self._slot
+        slot = {"slot.k.0": k.unsafe_buffer_pointer(), "slot.v.0": v.unsafe_buffer_pointer()}
+        return {**super().addresses(), **slot}

@@ -1,0 +1,317 @@
+"""The host loop: prefill layer by layer, then one token per row and step, by graphs compiled beforehand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import jax
+import numpy as np
+
+from swapkv_jax.cache import CacheUse, make_cache
+from swapkv_jax.compile_counter import compiles
+from swapkv_jax.errors import UsageError
+from swapkv_jax.models import Model
+from swapkv_jax.plan import Plan
+from swapkv_jax.program import compile_program, scalar
+from swapkv_jax.sampling import Sampling
+from swapkv_jax.staging import fetch, zeros
+from swapkv_jax.store_paths import default_store_dir
+
+GREEDY = Sampling()
+PrefillProgress = Callable[[int, int], None]  # layers of rows done, and in all
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token per row: None for rows that were done before. `logits` [B, V] only when asked for."""
+
+    tokens: list[int | None]
+    logits: np.ndarray | None = None
+
+
+class Engine:
+    """A model under a plan: compiled, allocated, ready to generate. One generation at a time.
+
+    ```python
+    model = load_model("smollm2-135m")
+    plan = make_plan(model.geometry, cache="layer", max_context=4096)
+    with Engine(model, plan) as engine:
+        for step in engine.generate([model.tokenizer.encode("Once upon a time", chat=False)]):
+            print(step.tokens)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        *,
+        sampling: Sampling = GREEDY,
+        store_dir: Path | None = None,
+        disk_limit: int | None = None,
+    ):
+        """Compiles the plan for `sampling` and allocates its buffers.
+
+        Args:
+          store_dir: directory of the disk store (default: in the user's cache); only tier `disk` uses it.
+          disk_limit: bytes the store may take (default: what the disk has).
+        Raises:
+          PlanError: the plan does not fit the model. TierError, UsageError: a tier has no room or no right.
+        """
+        if plan.dtype != model.dtype:
+            raise UsageError(
+                f"the plan is for {plan.dtype}, the model is in {model.dtype}; load it with dtype {plan.dtype}"
+            )
+        self.model, self.plan = model, plan
+        plan.validate(model.geometry)
+        self._params = jax.tree.map(jax.device_put, model.params)
+        self.program = compile_program(plan, model.geometry, sampling)
+        self._cache = make_cache(
+            self.program,
+            fingerprint=model.fingerprint,
+            store_dir=store_dir or default_store_dir(),
+            disk_limit=disk_limit,
+        )
+        b, g = plan.batch, model.geometry
+        self._x = zeros((b, g.hidden), plan.dtype)
+        self._tokens, self._lengths = zeros((b,), "int32"), zeros((b,), "int32")
+        self._logits = zeros((b, g.vocab), "float32")
+        self._advance, self._forced = zeros((b,), "int32"), zeros((b,), "int32")
+        self._generation: Generation | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees every tier; harmless when repeated."""
+        if self._generation is not None:
+            self._generation.close()
+        self._cache.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        ignore_eos: bool = False,
+        return_logits: bool = False,
+        forced: Sequence[Sequence[int]] | None = None,
+        on_prefill: PrefillProgress | None = None,
+    ) -> Generation:
+        """Starts a generation: an iterator of `Step`s, whose first one does the prefill.
+
+        Args:
+          prompts: token ids of each row, `plan.batch` of them, of any lengths.
+          max_new_tokens: most tokens per row; rows also end at the model's end-of-text tokens.
+          forced: per row, the tokens to take whatever the logits say (teacher forcing), at least
+            `max_new_tokens` of them.
+        Raises:
+          UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context.
+        """
+        if self._generation is not None:
+            self._generation.close()
+        self._check(prompts, max_new_tokens, forced)
+        self.program.prepare_head(sampling)
+        self._generation = Generation(
+            self,
+            [list(p) for p in prompts],
+            max_new_tokens,
+            sampling,
+            frozenset() if ignore_eos else self.model.eos_token_ids,
+            return_logits,
+            forced,
+            on_prefill,
+        )
+        return self._generation
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, forced: Sequence[Sequence[int]] | None
+    ) -> None:
+        plan, vocab = self.plan, self.model.geometry.vocab
+        if len(prompts) != plan.batch:
+            raise UsageError(f"{len(prompts)} prompts for a plan of {plan.batch} rows; give {plan.batch}")
+        if max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        if forced is not None and (len(forced) != len(prompts) or min(map(len, forced)) < max_new_tokens):
+            raise UsageError(f"forced needs {max_new_tokens} tokens for each of {len(prompts)} rows")
+        for row, prompt in enumerate(prompts):
+            if not prompt:
+                raise UsageError(f"prompt {row + 1} is empty; give at least one token")
+            if not all(0 <= token < vocab for token in prompt):
+                raise UsageError(f"prompt {row + 1} holds token ids outside 0 to {vocab - 1}")
+            if len(prompt) + max_new_tokens > plan.max_context:
+                raise UsageError(
+                    f"prompt {row + 1} has {len(prompt)} tokens: with {max_new_tokens} new ones that is over "
+                    f"the limit of {plan.max_context}; shorten it, lower --max-new-tokens, or raise "
+                    f"--max-context (this model's own limit is {self.model.geometry.context_limit})"
+                )
+
+    @property
+    def use(self) -> CacheUse:
+        """Bytes held and moved by the cache so far."""
+        return self._cache.use
+
+    def _assign(self, name: str, values: np.ndarray) -> None:
+        """Sets an int32 [B] device buffer, which keeps its address."""
+        setattr(self, f"_{name}", self.program.assign(getattr(self, f"_{name}"), values.astype(np.int32)))
+
+    def addresses(self) -> dict[str, int]:
+        """Addresses of every device buffer that decode reads or writes, weights left out."""
+        names = ("x", "tokens", "lengths", "logits", "advance", "forced")
+        state = {name: getattr(self, f"_{name}") for name in names}
+        return {
+            **{name: array.unsafe_buffer_pointer() for name, array in state.items()},
+            **self._cache.addresses(),
+        }
+
+
+class Generation:
+    """The tokens of one batch of prompts, made as they are asked for.
+
+    Attributes:
+      finish_reasons: per row "stop" (end-of-text token), "length", what `finish_row` was given, or None
+        while the row goes on.
+      ttft_s: seconds from the first `next()` to the first token. step_s: seconds of each later step.
+      compiles_during_decode: graphs compiled after the first token. Always 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos: frozenset[int],
+        return_logits: bool,
+        forced: Sequence[Sequence[int]] | None,
+        on_prefill: PrefillProgress | None,
+    ):
+        self._engine, self._cache = engine, engine._cache
+        self._prompts, self._max_new, self._eos = prompts, max_new_tokens, eos
+        self._return_logits, self._forced, self._on_prefill = return_logits, forced, on_prefill
+        self._head = engine.program.head[sampling]
+        params = engine._params
+        self._head_params = {k: params[k] for k in ("final_norm", "embed", "head") if k in params}
+        self._held = np.array([len(p) for p in prompts])  # tokens each row has in the cache
+        self._active = np.ones(len(prompts), bool)
+        self._advance: np.ndarray | None = None  # what engine._advance holds
+        self._made = 0
+        self.finish_reasons: list[str | None] = [None] * len(prompts)
+        self.ttft_s: float | None = None
+        self.step_s: list[float] = []
+        self.compiles_during_decode = 0
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def finish_row(self, row: int, reason: str) -> None:
+        """Ends a row between two steps, as when a stop string has been seen."""
+        if self._active[row]:
+            self._active[row] = False
+            self.finish_reasons[row] = reason
+
+    def close(self) -> None:
+        """Ends the generation where it is; its sequences become past."""
+        self._steps.close()
+
+    def _run(self) -> Iterator[Step]:
+        started = time.perf_counter()
+        try:
+            self._cache.begin(
+                [len(p) for p in self._prompts], [len(p) + self._max_new for p in self._prompts]
+            )
+            self._prefill()
+            self._engine._assign("lengths", self._held)
+            self._engine._assign("forced", np.full(len(self._prompts), -1))
+            self._cache.start()
+            step = self._choose(np.zeros_like(self._active))
+            self.ttft_s = time.perf_counter() - started
+            yield step
+            compiled = compiles()
+            while self._active.any():
+                started = time.perf_counter()
+                with jax.no_tracing(True):
+                    step = self._step()
+                self.step_s.append(time.perf_counter() - started)
+                self.compiles_during_decode = compiles() - compiled
+                yield step
+        finally:
+            self._cache.finish()
+
+    def _prefill(self) -> None:
+        """Layer-major, row by row: one layer takes all of a prompt's chunks before the next layer begins."""
+        engine, program = self._engine, self._engine.program
+        layers = engine._params["layers"]
+        total = len(layers) * len(self._prompts)
+        for row, prompt in enumerate(self._prompts):
+            chunks = program.chunks(len(prompt))
+            length = scalar(len(prompt))
+            hidden = []
+            for start, size in chunks:
+                tokens = np.zeros(size, np.int32)
+                part = prompt[start : start + size]
+                tokens[: len(part)] = part
+                hidden.append(program.embed[size](engine._params["embed"], tokens))
+            for layer, params in enumerate(layers):
+                k, v = self._cache.slot(layer)
+                at = scalar(row if k.shape[0] > 1 else 0)
+                for i, (start, size) in enumerate(chunks):
+                    hidden[i], k, v = program.prefill[size](params, hidden[i], k, v, at, scalar(start), length)
+                self._cache.filled(layer, row, len(prompt), k, v)
+                if self._on_prefill is not None:
+                    jax.block_until_ready(hidden[-1])  # progress that is true
+                    self._on_prefill(row * len(layers) + layer + 1, total)
+            start, size = chunks[-1]
+            last = scalar(len(prompt) - 1 - start)
+            engine._x = program.take[size](engine._x, hidden[-1], scalar(row), last)
+
+    def _step(self) -> Step:
+        engine = self._engine
+        active = self._active.copy()
+        engine._x = self._cache.step(
+            engine._params["layers"], engine._x, engine._lengths, self._held, active
+        )
+        self._held = self._held + active
+        return self._choose(active)
+
+    def _choose(self, advance: np.ndarray) -> Step:
+        """Runs the head: moves the lengths of `advance` rows on and picks every row's next token."""
+        engine, rows = self._engine, len(self._prompts)
+        if self._forced is not None:
+            engine._assign("forced", np.array([tokens[self._made] for tokens in self._forced]))
+        if not np.array_equal(advance, self._advance):
+            self._advance = advance
+            engine._assign("advance", advance)
+        engine._x, engine._tokens, engine._lengths, engine._logits = self._head(
+            self._head_params,
+            engine._x,
+            engine._tokens,
+            engine._lengths,
+            engine._logits,
+            engine._advance,
+            engine._forced,
+        )
+        self._made += 1
+        chosen = fetch(engine._tokens)
+        logits = fetch(engine._logits) if self._return_logits else None
+        tokens: list[int | None] = [None] * rows
+        for row in np.flatnonzero(self._active):
+            token = int(chosen[row])
+            tokens[row] = token
+            if token in self._eos:
+                self.finish_row(int(row), "stop")
+            elif self._made == self._max_new:
+                self.finish_row(int(row), "length")
+        return Step(tokens, logits)

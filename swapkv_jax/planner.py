@@ -1,0 +1,169 @@
+"""From a model, a batch and memory budgets to a plan, or to an error that says what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from swapkv_jax.errors import PlanError, UsageError
+from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.plan import ITEMSIZE, DType, Plan, Tier, Transport, staging_shape
+
+CacheChoice = Literal["auto", "resident", "layer"]
+TierChoice = Literal["auto", "dram", "disk"]
+RESIDENT_SEGMENT = 6  # layers per graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes each tier may take; None is no limit. `device` holds the weights too.
+
+    Where device memory is host memory (`shared`), one budget may not be spent twice: device and DRAM bytes
+    together must fit `host`.
+    """
+
+    device: int | None = None
+    dram: int | None = None
+    disk: int | None = None
+    host: int | None = None
+
+
+NO_LIMITS = Budgets()
+
+
+def make_plan(
+    geometry: Geometry,
+    *,
+    cache: CacheChoice = "auto",
+    tier: TierChoice = "auto",
+    batch: int = 1,
+    max_context: int | None = None,
+    dtype: DType = "float32",
+    physical_layers: int | None = None,
+    group_tokens: int = 64,
+    platform: str = "cpu",
+    budgets: Budgets = NO_LIMITS,
+    **overrides: Any,
+) -> Plan:
+    """The plan for a choice of cache and tier, or under `auto` the first that the budgets hold.
+
+    `auto` tries `resident`, then `layer` from DRAM, then `layer` from disk: the fewer bytes move, the better.
+
+    Args:
+      max_context: tokens per row, prompt and answer together (default: the model's limit).
+      platform: "cpu", "gpu" or "tpu"; on a CPU device buffers may alias host memory.
+      overrides: any other field of `Plan`.
+    Raises:
+      PlanError: contradictory choices, or budgets that no allowed plan fits; then it says which are short
+        and by how much.
+    """
+    if cache == "resident" and (tier != "auto" or physical_layers is not None):
+        raise PlanError("--cache resident keeps all KV on the device: leave --tier and --physical-layers out")
+    if cache == "auto" and (tier != "auto" or physical_layers is not None):
+        cache = "layer"  # what only `layer` has was asked for
+    if max_context is None:
+        max_context = geometry.context_limit
+    common: dict[str, Any] = {
+        "layers": geometry.layers,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "batch": batch,
+        "max_context": max_context,
+        "dtype": dtype,
+        "group_tokens": group_tokens,
+    }
+    transport: Transport = "alias" if platform == "cpu" else "copy"
+    failures = []
+    for plan in _candidates(geometry, cache, tier, physical_layers or 2, transport, common, overrides):
+        plan.validate(geometry)
+        short = shortfalls(plan, geometry, budgets)
+        if not short:
+            return plan
+        failures.append(f"{describe(plan)} {', '.join(short)}")
+    raise PlanError("no plan fits: " + "; ".join(failures) + "; raise a budget, or lower --max-context or the rows")
+
+
+def _candidates(
+    geometry: Geometry,
+    cache: CacheChoice,
+    tier: TierChoice,
+    physical_layers: int,
+    transport: Transport,
+    common: dict[str, Any],
+    overrides: dict[str, Any],
+) -> Iterator[Plan]:
+    def plan(**choices: Any) -> Plan:
+        try:
+            return msgspec.convert({**common, **choices, **overrides}, Plan)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{error}; the fields are {', '.join(Plan.__struct_fields__)}") from None
+
+    if cache in ("auto", "resident"):
+        yield plan(policy="resident", layers_per_segment=min(RESIDENT_SEGMENT, geometry.layers))
+    if cache == "auto" and geometry.layers < physical_layers:
+        return
+    tiers: tuple[Tier, ...] = ("dram", "disk") if tier == "auto" else (tier,)
+    for name in tiers if cache != "resident" else ():
+        layer = plan(policy="layer", tier=name, transport=transport, physical_layers=physical_layers)
+        if name == "disk":
+            size = staging_shape(layer.groups, layer.stride_bytes)
+            layer = msgspec.structs.replace(layer, staging_groups=size, staging_slots=8)
+        yield layer
+
+
+def describe(plan: Plan) -> str:
+    """A plan's policy in a few words."""
+    if plan.policy == "resident":
+        return "resident"
+    return f"layer (tier {plan.tier}, {plan.physical_layers} physical layers)"
+
+
+def weight_bytes(geometry: Geometry, dtype: str) -> int:
+    """Bytes of all weights as the graphs hold them."""
+    g = geometry
+    q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
+    layer = g.hidden * (q + 2 * kv) + q * g.hidden + 3 * g.hidden * g.intermediate + 2 * g.hidden
+    layer += (q + 2 * kv) * g.qkv_bias + g.hidden * g.o_bias + (2 * g.intermediate + g.hidden) * g.mlp_bias
+    layer += 2 * g.head_dim * g.qk_norm
+    tables = g.vocab * g.hidden * (1 if g.tied else 2)
+    return (g.layers * layer + tables + g.hidden) * ITEMSIZE[dtype]
+
+
+def shortfalls(plan: Plan, geometry: Geometry, budgets: Budgets) -> list[str]:
+    """What each exceeded budget lacks, in words; empty when the plan fits."""
+    memory, weights = plan.memory(geometry), weight_bytes(geometry, plan.dtype)
+    device = memory.device + memory.prefill + weights
+    needs = [
+        ("--device-memory", device + memory.aliased, budgets.device, f" ({format_bytes(weights)} of it weights)"),
+        ("--dram-memory", memory.dram, budgets.dram, ""),
+        ("--disk-space", memory.disk, budgets.disk, ""),
+        ("this machine's memory", device + memory.dram, budgets.host, ""),
+    ]
+    return [
+        f"needs {format_bytes(need)}{remark} of {name}, {format_bytes(need - budget)} over the budget of "
+        f"{format_bytes(budget)}"
+        for name, need, budget, remark in needs
+        if budget is not None and need > budget
+    ]
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "512MiB", "2GB", "1.5 GiB" or a plain number: MiB and its kind are powers of 1024, MB of 1000."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units[f"{letter}b"], units[f"{letter}ib"] = 1000**power, 1024**power
+    number = text.strip().lower()
+    unit = ""
+    while number and number[-1].isalpha():
+        number, unit = number[:-1], number[-1] + unit
+    try:
+        value = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise UsageError(f"{text!r} is not a size; write it like 512MiB, 2GB or 1073741824") from None
+    if not 0 < value < 2**63:
+        raise UsageError(f"{text!r} is not a usable size; write it like 512MiB, 2GB or 1073741824")
+    return int(value)

@@ -1,0 +1,310 @@
+"""The compiled program of a plan: every graph it needs, lowered and compiled before the first token.
+
+A graph takes buffers of the plan's shapes and nothing else, so that a shape outside the plan cannot run and
+nothing can compile during decode. Buffers that change are donated and come back at the same address.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swapkv_jax.attention import attend, attend_chunk
+from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.plan import Plan
+from swapkv_jax.sampling import Sampling, choose
+from swapkv_jax.staging import device_sharding
+
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class CompiledBytes:
+    """What XLA says of one graph, in bytes, beside what the plan says of its arguments."""
+
+    name: str
+    planned_arguments: int
+    arguments: int
+    temporaries: int
+    outputs: int  # those that are not donated arguments coming back
+
+
+class Graph:
+    """One ahead-of-time compiled function. Calling it with other shapes raises instead of compiling."""
+
+    def __init__(self, name: str, function: Callable[..., Any], arguments: Sequence[Any], donate: Sequence[int]):
+        self.name = name
+        # keep_unused: a donated buffer may be needed for its memory alone.
+        jitted = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True)
+        placed = jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=device_sharding()), list(arguments))
+        self._compiled = jitted.lower(*placed).compile()
+        self._arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed))
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._compiled(*arguments)
+
+    @property
+    def memory(self) -> CompiledBytes:
+        stats = self._compiled.memory_analysis()
+        return CompiledBytes(
+            name=self.name,
+            planned_arguments=self._arguments,
+            arguments=stats.argument_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        )
+
+
+@dataclass
+class Program:
+    """A plan's graphs. B rows, C prompt tokens of a chunk, n layers of a segment, S the row capacity.
+
+    `embed[C]` (table, tokens [C]) → x [C, H]
+    `prefill[C]` (layer, x, K, V, row, start, length) → x, K, V: one chunk of one row through one layer
+    `take[C]` (x [B, H], chunk [C, H], row, index) → x: a prompt's last hidden state becomes its row's
+    `segments[n]`
+        resident: (layers, x, [K], [V], lengths) → x, [K], [V]
+        layer: (layer, x, K, V, new, lengths) → x, new [2, B, Hkv, D]
+    `head` (params, x, tokens, lengths, logits, advance, forced) → x, tokens, lengths, logits: moves lengths
+        on, chooses the next token (or takes `forced` where it is not negative) and embeds it
+    `assign` (old [B], new [B]) → new at the address of old: how the host sets lengths and the like
+    `fill` the copy of a layer, or of a staging slot's records, into a device slot; see the functions below
+    """
+
+    plan: Plan
+    geometry: Geometry
+    embed: dict[int, Graph]
+    prefill: dict[int, Graph]
+    take: dict[int, Graph]
+    segments: dict[int, Graph]
+    head: dict[Sampling, Graph]
+    assign: Graph
+    fill: Graph | None
+    compile_s: float = 0.0
+    _head_arguments: list[Any] = field(default_factory=list)
+
+    def prepare_head(self, sampling: Sampling) -> Graph:
+        """The head that chooses tokens this way, compiled now if no generation has used it yet."""
+        if sampling not in self.head:
+            self.head[sampling] = Graph("head", _head(self.geometry, sampling), self._head_arguments, _HEAD_DONATED)
+        return self.head[sampling]
+
+    def chunks(self, tokens: int) -> list[tuple[int, int]]:
+        """Splits a prompt into (start, C): the largest chunks, then the smallest that holds the rest."""
+        sizes = sorted(self.prefill)
+        pieces, start = [], 0
+        while start < tokens:
+            size = next((s for s in sizes if s >= tokens - start), sizes[-1])
+            pieces.append((start, size))
+            start += size
+        return pieces
+
+    @property
+    def decode_graphs(self) -> tuple[Graph, ...]:
+        """Every graph that a decode step runs."""
+        graphs = [*self.segments.values(), *self.head.values()]
+        return tuple(graphs if self.fill is None else [*graphs, self.fill])
+
+
+_HEAD_DONATED = (1, 2, 3, 4)
+
+
+def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
+    """Lowers and compiles every graph of the plan for the default device."""
+    plan.validate(geometry)
+    started = time.perf_counter()
+    block = split_block(geometry, plan.dtype)
+    dtype, b, h = jnp.dtype(plan.dtype), plan.batch, geometry.hidden
+    table = Shape((geometry.vocab, h), dtype)
+    scalar, rows = Shape((), jnp.int32), Shape((b,), jnp.int32)
+    x = Shape((b, h), dtype)
+    k, v = (Shape(s, dtype) for s in plan.layer_shapes(b))
+    k_fill, v_fill = (Shape(s, dtype) for s in plan.layer_shapes(plan.slot_rows))
+    new = Shape((2, b, plan.kv_heads, plan.head_dim), dtype)
+
+    embed, prefill, take = {}, {}, {}
+    for c in sorted({min(c, plan.capacity) for c in plan.prefill_chunks}):
+        chunk = Shape((c, h), dtype)
+        embed[c] = Graph("embed", _embed, [table, Shape((c,), jnp.int32)], ())
+        arguments = [block.params, chunk, k_fill, v_fill, scalar, scalar, scalar]
+        prefill[c] = Graph("prefill", _prefill(block), arguments, (1, 2, 3))
+        take[c] = Graph("take", _take, [x, chunk, scalar, scalar], (0,))
+
+    segments = {}
+    for n in _segment_sizes(plan):
+        if plan.policy == "resident":
+            arguments = [[block.params] * n, x, [k] * n, [v] * n, rows]
+            segments[n] = Graph("segment", _resident_segment(block), arguments, (1, 2, 3))
+        else:
+            segments[n] = Graph("segment", _layer_segment(block), [block.params, x, k, v, new, rows], (1, 4))
+
+    fill = None
+    if plan.tier == "disk":
+        records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
+        fill = Graph("fill", _fill_records(plan), [k, v, records, scalar, scalar], (0, 1))
+    elif plan.transport == "copy":
+        fill = Graph("fill", _fill_layer, [k, v, k, v], (0, 1))
+
+    logits = Shape((b, geometry.vocab), jnp.float32)
+    norm = Shape((h,), dtype)
+    head_params = {"final_norm": norm, "embed": table, "head": table}
+    if geometry.tied:
+        del head_params["head"]
+    program = Program(
+        plan=plan,
+        geometry=geometry,
+        embed=embed,
+        prefill=prefill,
+        take=take,
+        segments=segments,
+        head={},
+        assign=Graph("assign", _assign, [rows, rows], (0,)),
+        fill=fill,
+        _head_arguments=[head_params, x, rows, rows, logits, rows, rows],
+    )
+    program.prepare_head(sampling)
+    program.compile_s = time.perf_counter() - started
+    return program
+
+
+def _segment_sizes(plan: Plan) -> set[int]:
+    """Layers per segment that occur: the plan's, and what is left over at the end."""
+    whole, rest = divmod(plan.layers, plan.layers_per_segment)
+    return ({plan.layers_per_segment} if whole else set()) | ({rest} if rest else set())
+
+
+# ---- the graphs ----------------------------------------------------------------------------------------
+
+
+def _embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def _prefill(block: BlockFunctions) -> Callable[..., Any]:
+    def prefill(params: Params, x, k, v, row, start, length):
+        """x [C, H] at positions start.. of a prompt of `length`; K [rows, Hkv, D, S], V [rows, Hkv, S, D]."""
+        chunk, size = x.shape[0], v.shape[2]
+        positions = start + jnp.arange(chunk, dtype=jnp.int32)
+        # A prompt's keys are all rotated for the prompt's whole length, as if it came in one piece.
+        q, k_new, v_new = block.project(params, x, positions, jnp.full((chunk,), length, jnp.int32))
+        # The chunk's tail may lie past the prompt, even past the capacity: only real tokens are written.
+        first = jnp.minimum(start, size - chunk)
+        at = first + jnp.arange(chunk, dtype=jnp.int32)
+        real = (at >= start) & (at < length)
+        k_row = jax.lax.dynamic_index_in_dim(k, row, keepdims=False)  # [Hkv, D, S]
+        v_row = jax.lax.dynamic_index_in_dim(v, row, keepdims=False)
+        k_new = jnp.roll(k_new, start - first, axis=0).transpose(1, 2, 0)  # [Hkv, D, C]
+        v_new = jnp.roll(v_new, start - first, axis=0).transpose(1, 0, 2)
+        k_old = jax.lax.dynamic_slice_in_dim(k_row, first, chunk, axis=2)
+        v_old = jax.lax.dynamic_slice_in_dim(v_row, first, chunk, axis=1)
+        k_new = jnp.where(real[None, None], k_new, k_old)
+        v_new = jnp.where(real[None, :, None], v_new, v_old)
+        zero = jnp.zeros((), jnp.int32)
+        k = jax.lax.dynamic_update_slice(k, k_new[None], (row, zero, zero, first))
+        v = jax.lax.dynamic_update_slice(v, v_new[None], (row, zero, first, zero))
+        attended = attend_chunk(
+            q,
+            jax.lax.dynamic_index_in_dim(k, row, keepdims=False),
+            jax.lax.dynamic_index_in_dim(v, row, keepdims=False),
+            start,
+        )
+        return block.finish(params, x, attended), k, v
+
+    return prefill
+
+
+def _take(x: jax.Array, chunk: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
+    last = jax.lax.dynamic_index_in_dim(chunk, index, keepdims=True)  # [1, H]
+    return jax.lax.dynamic_update_slice_in_dim(x, last, row, axis=0)
+
+
+def _resident_segment(block: BlockFunctions) -> Callable[..., Any]:
+    def segment(layers: list[Params], x, ks, vs, lengths):
+        ks, vs = list(ks), list(vs)
+        for i, params in enumerate(layers):
+            q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
+            attended = attend(q, ks[i], vs[i], k_new, v_new, lengths)
+            x = block.finish(params, x, attended)
+            # The barrier orders the write after the read, so that the write can be in place.
+            x, ks[i], vs[i] = jax.lax.optimization_barrier((x, ks[i], vs[i]))
+            ks[i], vs[i] = _append(ks[i], vs[i], k_new, v_new, lengths)
+        return x, ks, vs
+
+    return segment
+
+
+def _append(k: jax.Array, v: jax.Array, k_new: jax.Array, v_new: jax.Array, lengths: jax.Array) -> Any:
+    """Writes each row's new token at its own length."""
+    zero = jnp.zeros((), jnp.int32)
+    for row in range(k.shape[0]):
+        at, index = lengths[row], jnp.asarray(row, jnp.int32)
+        k = jax.lax.dynamic_update_slice(k, k_new[row][None, :, :, None], (index, zero, zero, at))
+        v = jax.lax.dynamic_update_slice(v, v_new[row][None, :, None], (index, zero, at, zero))
+    return k, v
+
+
+def _layer_segment(block: BlockFunctions) -> Callable[..., Any]:
+    def segment(params: Params, x, k, v, new, lengths):
+        del new  # its memory holds the new K and V that go back to the tier
+        q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
+        x = block.finish(params, x, attend(q, k, v, k_new, v_new, lengths))
+        return x, jnp.stack([k_new, v_new])
+
+    return segment
+
+
+def _assign(old: jax.Array, new: jax.Array) -> jax.Array:
+    del old
+    return jax.lax.optimization_barrier(new)
+
+
+def _fill_layer(k_slot, v_slot, k, v):
+    """A layer that has arrived on the device moves into the slot the graphs read."""
+    del k_slot, v_slot
+    return jax.lax.optimization_barrier((k, v))  # else JAX hands the arrivals themselves back
+
+
+def _fill_records(plan: Plan) -> Callable[..., Any]:
+    heads, dim, tokens = plan.kv_heads, plan.head_dim, plan.group_tokens
+
+    def fill(k_slot, v_slot, records, row, first_group):
+        """records [n, values], each K [Hkv, D, G] then V [Hkv, G, D] → their place in a row of the slot.
+
+        The last output is the staging slot's fence: it is ready when the records have been read.
+        """
+        n, size = records.shape[0], heads * dim * tokens
+        k = records[:, :size].reshape(n, heads, dim, tokens).transpose(1, 2, 0, 3).reshape(heads, dim, n * tokens)
+        v = records[:, size : 2 * size].reshape(n, heads, tokens, dim).transpose(1, 0, 2, 3)
+        v = v.reshape(heads, n * tokens, dim)
+        zero, at = jnp.zeros((), jnp.int32), first_group * tokens
+        k_slot = jax.lax.dynamic_update_slice(k_slot, k[None], (row, zero, zero, at))
+        v_slot = jax.lax.dynamic_update_slice(v_slot, v[None], (row, zero, at, zero))
+        return k_slot, v_slot, row + first_group
+
+    return fill
+
+
+def _head(geometry: Geometry, sampling: Sampling) -> Callable[..., Any]:
+    def head(params, x, tokens, lengths, logits, advance, forced):
+        del tokens, logits
+        lengths = lengths + advance
+        y = rms_norm(x, params["final_norm"], geometry.norm_eps)
+        table = params["embed"] if geometry.tied else params["head"]
+        # Table first: on a CPU this product streams the table once for any batch.
+        logits = jnp.einsum("vh,bh->vb", table, y, preferred_element_type=jnp.float32).T
+        tokens = jnp.where(forced >= 0, forced, choose(logits, lengths, sampling))
+        return params["embed"][tokens], tokens, lengths, logits
+
+    return head
+
+
+def scalar(value: int) -> np.ndarray:
+    """An int32 scalar, the one form the graphs take."""
+    return np.asarray(value, np.int32)
