@@ -45,9 +45,9 @@ def embedded_path(progress: Progress | None = None) -> Path:
     Raises ModelError, naming the remedy, when it cannot be fetched, verified or stored.
     """
     target = cache_directory() / _FILE
-    if _is_sound(target):
-        return target
     try:
+        if _is_sound(target):
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
             # Another process may have fetched it while this one waited.
@@ -55,7 +55,7 @@ def embedded_path(progress: Progress | None = None) -> Path:
                 _fetch(target, progress)
     except OSError as error:
         raise ModelError(
-            f"{target}: cannot store the embedded model ({error}); "
+            f"{target}: cannot keep the embedded model ({error}); "
             "set SWAPKV_MODEL_CACHE to a writable directory"
         ) from error
     return target

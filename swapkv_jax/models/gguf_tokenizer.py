@@ -170,20 +170,21 @@ def _sentencepiece(meta: _Meta) -> tuple[Backend, bool]:
 def _merges(meta: _Meta, scores: list[float]) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, best score first.
 
-    SentencePiece joins the pair whose union scores best; as ranks, that is all splits of the best piece, then
-    all of the next. Equal scores would make the order depend on positions, which ranks cannot express.
+    SentencePiece joins the pair whose union scores best and, among equals, the leftmost; as ranks, that is
+    all splits of the best piece, then all of the next. Llama's runs of spaces share one score: with the
+    longest left part first a run grows from its left end, which is what leftmost-first does. For other
+    pieces of equal score the order would depend on positions, which ranks cannot express.
     """
     pieces = {t: s for t, s, kind in zip(meta.tokens, scores, meta.kinds, strict=True) if kind == _NORMAL}
-    ranked: list[tuple[float, int, str, str]] = []
+    ranked: list[tuple[float, int, int, str, str]] = []
     joined: dict[float, str] = {}
     for piece, score in pieces.items():
         cuts = [cut for cut in range(1, len(piece)) if piece[:cut] in pieces and piece[cut:] in pieces]
-        if cuts and joined.setdefault(score, piece) != piece:
-            raise meta.error(
-                f"pieces {joined[score]!r} and {piece!r} have equal scores, which is not supported"
-            )
-        ranked += [(-score, -cut, piece[:cut], piece[cut:]) for cut in cuts]
-    return [(left, right) for _, _, left, right in sorted(ranked)]
+        other = joined.setdefault(score, piece) if cuts else piece
+        if other != piece and set(piece) | set(other) != {_SPACE}:
+            raise meta.error(f"pieces {other!r} and {piece!r} have equal scores, which is not supported")
+        ranked += [(-score, -cut, cut - len(piece), piece[:cut], piece[cut:]) for cut in cuts]
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
 def _add_tokens(backend: Backend, meta: _Meta) -> None:

@@ -125,6 +125,11 @@ def assemble(
     tensors that are missing, of the wrong shape, not finite, or that this geometry would leave unused.
     """
     target = dtype_of(dtype)
+    if geometry.layers > len(source.names):  # before listing what billions of layers would need
+        raise ModelError(
+            f"{source.where('')}: {geometry.layers} layers configured, but only {len(source.names)} tensors; "
+            "check that the configuration belongs to these weights"
+        )
     wanted = {name_of(slot): slot for slot in slots(geometry)}
     if missing := [name for name in wanted if name not in source.names]:
         raise ModelError(
