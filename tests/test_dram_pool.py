@@ -18,7 +18,7 @@ from swapkv_jax.memory_limits import available_memory
 from swapkv_jax.tiers import BLOCK_BYTES, DramPool, TensorRef
 from swapkv_jax.tiers.free_list import FreeList
 
-PAGES = 24
+PAGES = 16
 
 
 def pages(pool: DramPool, sequence: str, count: int, name: str = "kv") -> TensorRef:
@@ -109,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
                 taken[first : first + ref.block_bytes // BLOCK_BYTES] = True
         return max(map(len, "".join(".x"[int(flag)] for flag in taken).split("x")))
 
-    @rule(batch=st.lists(names, min_size=1, max_size=3, unique=True), count=st.integers(1, 9))
+    @rule(batch=st.lists(names, min_size=1, max_size=3, unique=True), count=st.integers(1, 5))
     def allocate(self, batch, count):
         self.serial += 1
         name, need = f"t{self.serial}", count * len(batch)
@@ -232,6 +232,18 @@ def test_full_pool_names_what_is_missing_and_keeps_past_sequences():
     assert "b" not in pool
     assert "d" in pool
     assert pool.evictions == 1
+
+
+def test_eviction_takes_as_many_past_sequences_as_make_one_run():
+    pool = small_pool(8)
+    for sequence in "abcd":
+        pages(pool, sequence, 2)
+    for sequence in "cab":
+        pool.finish(sequence)
+    assert pages(pool, "e", 4).offset == 0  # c, the oldest, is not next to a; b completes the run
+    assert pool.past == ()
+    assert pool.active == ("d", "e")
+    assert pool.evictions == 3
 
 
 def test_close_never_leaves_a_view_dangling():

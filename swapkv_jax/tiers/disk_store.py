@@ -1,0 +1,346 @@
+"""The disk tier: a directory with one file per sequence, kept under a limit in real bytes."""
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from swapkv_jax.errors import TierError
+from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.tiers.direct_io import PAGE, IoCounters, IoCounts, Syscalls, probe_direct
+from swapkv_jax.tiers.eviction import SequenceOrder
+from swapkv_jax.tiers.header import HEADER_BYTES, Header, extent_bytes
+from swapkv_jax.tiers.record import record_stride
+from swapkv_jax.tiers.sequence_file import SequenceFile
+from swapkv_jax.tiers.store_directory import StoreDirectory
+
+
+def planned_file_bytes(layers: int, groups: int, payload_bytes: int, alignment: int = PAGE) -> int:
+    """The most a sequence created with `prompt_groups=groups` takes on disk, filesystem metadata included."""
+    extent = extent_bytes(layers, groups, record_stride(payload_bytes, alignment))
+    return _with_metadata(HEADER_BYTES + extent)
+
+
+class DiskStore:
+    """Sequences under one directory, for one model.
+
+    A sequence is *active* from `create` or `open` until `finish`, then *past*: evicted, least recently used
+    first, when a new one would not fit `limit_bytes`. What counts is the real size of everything in the
+    directory, whoever left it. Files in use are locked, so several processes may share a directory.
+
+    Ephemeral sequences go with the store that made them; if it was killed, the next store sweeps them.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        limit_bytes: int | None,
+        fingerprint: str,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        """Open or make (mode 0700) `directory`, probe what I/O it takes, sweep what killed processes left.
+
+        `fingerprint` names the model whose KV this is; only its own files are opened. Afterwards
+        `support.note`, where not None, is a line the user should see, and `reclaimed_bytes` is what the
+        sweep freed.
+
+        Raises:
+            UsageError: the directory cannot be made or written.
+        """
+        self.limit_bytes = limit_bytes
+        self.fingerprint = fingerprint
+        self._syscalls = syscalls or Syscalls()
+        self._counters = IoCounters()
+        self._order = SequenceOrder()
+        self._files: dict[str, SequenceFile] = {}
+        self._directory = StoreDirectory(directory, self._syscalls)
+        try:
+            with self._directory.exclusive():
+                self.support = probe_direct(self._directory.path, self._syscalls)
+                self.reclaimed_bytes = self._directory.sweep()
+                self._note_past()
+        except BaseException:
+            self._directory.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self._directory.path
+
+    @property
+    def bytes_used(self) -> int:
+        """Real bytes of all files in the directory, leftovers and other processes' included."""
+        return self._directory.bytes_used
+
+    @property
+    def direct(self) -> bool:
+        """Whether records go past the page cache."""
+        return self.support.direct
+
+    @property
+    def counts(self) -> IoCounts:
+        """Records moved so far, by all sequences of this store."""
+        return self._counters.snapshot()
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Sequences in use here."""
+        return self._order.active
+
+    @property
+    def past(self) -> tuple[str, ...]:
+        """Other sequences in the directory, next victim first."""
+        return self._order.past
+
+    def __contains__(self, sequence: str) -> bool:
+        return self._directory.file(sequence).exists()
+
+    def create(
+        self,
+        sequence: str,
+        *,
+        layers: int,
+        group_tokens: int,
+        payload_bytes: int,
+        prompt_groups: int,
+        max_groups: int | None = None,
+        meta: Mapping[str, Any] | None = None,
+        ephemeral: bool = True,
+    ) -> SequenceFile:
+        """A new, active sequence with room for `prompt_groups` groups of `group_tokens` tokens in each layer.
+
+        `payload_bytes` is K and V of one group of one layer. `max_groups` caps later growth. `meta` (JSON
+        values) is kept in the header for the caller.
+
+        Raises:
+            TierError: the name is taken, or neither disk nor limit has room; nothing is left behind.
+            ValueError: a size that is not positive, or more `meta` than the header has room for.
+        """
+        if min(layers, group_tokens, payload_bytes) <= 0 or prompt_groups < 0:
+            raise ValueError(
+                f"cannot store {layers} layers of {prompt_groups} groups of {payload_bytes} bytes"
+            )
+        header = Header(
+            sequence=sequence,
+            fingerprint=self.fingerprint,
+            ephemeral=ephemeral,
+            layers=layers,
+            group_tokens=group_tokens,
+            payload_bytes=payload_bytes,
+            stride=record_stride(payload_bytes, self.support.alignment),
+            alignment=self.support.alignment,
+            nonce=secrets.randbits(64) | 1,  # never 0, which an unwritten record has
+            max_groups=max_groups,
+            meta=dict(meta or {}),
+        )
+        path = self._directory.file(sequence)
+        with self._directory.exclusive():
+            if path.exists():
+                raise TierError(
+                    f"sequence {sequence!r} is already stored in {path}; open it or delete it first"
+                )
+            try:
+                descriptor = self._syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except OSError as error:
+                raise _cannot("create", path, error) from error
+            self._order.activate(sequence)
+            try:
+                self._syscalls.try_lock(descriptor)
+                file = self._attach(path, header, descriptor)
+                file.initialise(prompt_groups)
+            except BaseException:
+                self._detach(sequence, descriptor)
+                path.unlink()
+                self._order.discard(sequence)
+                raise
+            return file
+
+    def open(
+        self,
+        sequence: str,
+        *,
+        layers: int | None = None,
+        group_tokens: int | None = None,
+        payload_bytes: int | None = None,
+    ) -> SequenceFile:
+        """A stored sequence, active again. Sizes that are given must be the file's.
+
+        Raises:
+            TierError: missing, in use elsewhere, damaged, truncated, or of another format, model or size.
+        """
+        path = self._directory.file(sequence)
+        expected = {
+            "fingerprint": self.fingerprint,
+            "sequence": sequence,
+            "layers": layers,
+            "group_tokens": group_tokens,
+            "payload_bytes": payload_bytes,
+        }
+        with self._directory.exclusive():
+            if sequence in self._files:
+                _check(path, self._files[sequence].header, expected)
+                self._order.activate(sequence)
+                return self._files[sequence]
+            try:
+                descriptor = self._syscalls.open(path, os.O_RDWR)
+            except OSError as error:
+                raise _cannot("open", path, error) from error
+            try:
+                if not self._syscalls.try_lock(descriptor):
+                    raise TierError(
+                        f"{path} is in use by another process; wait for it or use another sequence"
+                    )
+                header = self._directory.read_header(path, descriptor)
+                if header is None:
+                    raise TierError(f"{path} is empty; delete it, its sequence must be prefilled again")
+                _check(path, header, expected)
+                size = os.fstat(descriptor).st_size
+                if size < header.end:
+                    raise TierError(
+                        f"{path} is truncated: {size} bytes, {header.end - size} short; delete it, its "
+                        f"sequence must be prefilled again"
+                    )
+                file = self._attach(path, header, descriptor)
+            except BaseException:
+                self._detach(sequence, descriptor)
+                raise
+            self._order.activate(sequence)
+            return file
+
+    def finish(self, sequence: str) -> None:
+        """Make a sequence past: it stays until the room is needed. Named ones are closed and unlocked.
+
+        Raises:
+            TierError: it is not open here.
+        """
+        with self._directory.exclusive():
+            if sequence not in self._files:
+                raise TierError(f"sequence {sequence!r} is not open in {self.directory}")
+            file = self._files[sequence]
+            os.utime(file.path)  # "least recently used" has to outlive the process
+            self._order.finish(sequence)
+            if not file.header.ephemeral:
+                self._files.pop(sequence).close()
+
+    def delete(self, sequence: str) -> None:
+        """Remove a sequence, open here or not.
+
+        Raises:
+            TierError: missing, or in use by another process.
+        """
+        path = self._directory.file(sequence)
+        with self._directory.exclusive():
+            if not path.exists():
+                raise TierError(f"no sequence {sequence!r} is stored in {self.directory}")
+            if not self._evictable(sequence):
+                raise TierError(f"{path} is in use by another process; wait for it to finish")
+            self._remove(sequence)
+
+    def close(self) -> None:
+        """Close every sequence and delete the ephemeral ones; harmless when repeated."""
+        if self._directory.closed:
+            return
+        with self._directory.exclusive():
+            for file in list(self._files.values()):
+                if file.header.ephemeral:
+                    self._remove(file.sequence)
+                else:
+                    self._files.pop(file.sequence).close()
+        self._directory.close()
+
+    def _make_room(self, nbytes: int, keep: str) -> None:
+        """Evict past sequences until `nbytes` more fit the limit; evict none where that is not enough."""
+        if self.limit_bytes is None:
+            return
+        missing = self.bytes_used + nbytes - self.limit_bytes
+        if missing <= 0:
+            return
+        self._note_past()
+        freed: dict[str, int] = {}
+
+        def suffices(sequence: str) -> bool:
+            if self._evictable(sequence):
+                freed[sequence] = self._directory.size(sequence)
+            return sum(freed.values()) >= missing
+
+        if self._order.victims(suffices, keep={keep}) is None:
+            short = missing - sum(freed.values())
+            raise TierError(
+                f"the disk store in {self.directory} is full: needs {format_bytes(nbytes)}, limit "
+                f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its "
+                f"{len(freed)} past sequences; raise --disk-space or lower --max-context"
+            )
+        for sequence in freed:
+            self._remove(sequence)
+
+    def _evictable(self, sequence: str) -> bool:
+        return sequence in self._files or self._directory.idle(sequence)
+
+    def _remove(self, sequence: str) -> None:
+        if sequence in self._files:
+            self._files.pop(sequence).close()
+        self._directory.file(sequence).unlink(missing_ok=True)
+        self._order.discard(sequence)
+
+    def _note_past(self) -> None:
+        """Bring the order up to date with what other processes finished or deleted."""
+        stored = self._directory.sequences()
+        for sequence in set(self._order.past).difference(stored):
+            self._order.discard(sequence)
+        for sequence in stored:
+            if sequence not in self._order:
+                self._order.finish(sequence)
+
+    def _attach(self, path: Path, header: Header, descriptor: int) -> SequenceFile:
+        @contextmanager
+        def room(nbytes: int) -> Iterator[None]:
+            with self._directory.exclusive():
+                self._make_room(_with_metadata(nbytes), keep=header.sequence)
+                yield
+
+        try:
+            file = SequenceFile(path, header, descriptor, self.support, self._counters, self._syscalls, room)
+        except OSError as error:
+            raise _cannot("open", path, error) from error
+        self._files[header.sequence] = file
+        return file
+
+    def _detach(self, sequence: str, descriptor: int) -> None:
+        """Undo a half-done create or open."""
+        if sequence in self._files:
+            self._files.pop(sequence).close()
+        else:
+            self._syscalls.close(descriptor)
+
+
+def _with_metadata(nbytes: int) -> int:
+    """`nbytes` and what the filesystem takes to index them (ext4: 12 bytes per fragment)."""
+    return nbytes + nbytes // 512 + 4 * PAGE
+
+
+def _check(path: Path, header: Header, expected: Mapping[str, object]) -> None:
+    for name, value in expected.items():
+        stored = getattr(header, name)
+        if value is not None and stored != value:
+            raise TierError(
+                f"{path} was stored with {name} {stored!r}, not {value!r}; use what it was stored with, or "
+                f"delete it"
+            )
+
+
+def _cannot(verb: str, path: Path, error: OSError) -> TierError:
+    if isinstance(error, FileNotFoundError):
+        remedy = "it was evicted or never stored: prefill its sequence again"
+    else:
+        remedy = "free some space, or choose another --store-dir"
+    return TierError(f"cannot {verb} {path}: errno {error.errno}, {error.strerror}; {remedy}")
