@@ -118,6 +118,18 @@ def test_adjacent_groups_are_one_aligned_read(store):
     assert offsets == [HEADER_BYTES + layer * GROUPS * file.stride for layer in range(LAYERS)]
 
 
+def test_a_plan_may_fix_the_alignment(store):
+    file = create(store, alignment=4096)
+    assert file.stride == 4096
+    fill(file)
+    assert np.array_equal(read(file, 2, 0, GROUPS), content(2, 0, GROUPS))
+    if store.direct:
+        store.support = replace(store.support, alignment=4096)
+        with pytest.raises(UsageError, match="aligned to 512 bytes .* align them to 4096"):
+            create(store, "finer", alignment=512)
+        assert "finer" not in store
+
+
 def test_extents_grow_in_long_runs_and_never_past_the_maximum(store):
     file = create(store, groups=4, max_groups=1200)
     for group in range(1200):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from swapkv_jax.errors import TierError
+from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.tiers.direct_io import PAGE, IoCounters, IoCounts, Syscalls, probe_direct
 from swapkv_jax.tiers.eviction import SequenceOrder
@@ -114,21 +114,31 @@ class DiskStore:
         payload_bytes: int,
         prompt_groups: int,
         max_groups: int | None = None,
+        alignment: int | None = None,
         meta: Mapping[str, Any] | None = None,
         ephemeral: bool = True,
     ) -> SequenceFile:
         """A new, active sequence with room for `prompt_groups` groups of `group_tokens` tokens in each layer.
 
-        `payload_bytes` is K and V of one group of one layer. `max_groups` caps later growth. `meta` (JSON
-        values) is kept in the header for the caller.
+        `payload_bytes` is K and V of one group of one layer. `max_groups` caps later growth. Records are
+        aligned to what the filesystem takes unless `alignment` fixes it, as a plan made ahead of any disk
+        does. `meta` (JSON values) is kept in the header for the caller.
 
         Raises:
+            UsageError: `alignment` is too fine for O_DIRECT here.
             TierError: the name is taken, or neither disk nor limit has room; nothing is left behind.
             ValueError: a size that is not positive, or more `meta` than the header has room for.
         """
         if min(layers, group_tokens, payload_bytes) <= 0 or prompt_groups < 0:
             raise ValueError(
                 f"cannot store {layers} layers of {prompt_groups} groups of {payload_bytes} bytes"
+            )
+        finest = self.support.alignment
+        alignment = alignment or finest
+        if self.support.direct and alignment % finest:
+            raise UsageError(
+                f"records aligned to {alignment} bytes cannot be read past the page cache in "
+                f"{self.directory}; align them to {finest}"
             )
         header = Header(
             sequence=sequence,
@@ -137,8 +147,8 @@ class DiskStore:
             layers=layers,
             group_tokens=group_tokens,
             payload_bytes=payload_bytes,
-            stride=record_stride(payload_bytes, self.support.alignment),
-            alignment=self.support.alignment,
+            stride=record_stride(payload_bytes, alignment),
+            alignment=alignment,
             nonce=secrets.randbits(64) | 1,  # never 0, which an unwritten record has
             max_groups=max_groups,
             meta=dict(meta or {}),

@@ -64,7 +64,7 @@ class SequenceFile:
         self.path = path
         self.header = header
         # A file laid out for 512-byte sectors may have moved to a disk that insists on more.
-        if support.direct and header.alignment % support.alignment:
+        if header.alignment % support.alignment:
             support = DirectSupport(direct=False, alignment=header.alignment)
         flags = os.O_RDWR | (os.O_DIRECT if support.direct else 0)
         self._records = AlignedFile(path, syscalls.open(path, flags), support, counters, syscalls)
