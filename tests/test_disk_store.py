@@ -125,7 +125,7 @@ def test_a_plan_may_fix_the_alignment(store):
     assert np.array_equal(read(file, 2, 0, GROUPS), content(2, 0, GROUPS))
     if store.direct:
         store.support = replace(store.support, alignment=4096)
-        with pytest.raises(UsageError, match="aligned to 512 bytes .* align them to 4096"):
+        with pytest.raises(UsageError, match=r"aligned to 512 bytes .* align them to 4096"):
             create(store, "finer", alignment=512)
         assert "finer" not in store
 
