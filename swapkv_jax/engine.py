@@ -68,7 +68,7 @@ class Engine:
             )
         self.model, self.plan = model, plan
         plan.validate(model.geometry)
-        self._params = jax.tree.map(jax.device_put, model.params)
+        self.params = jax.tree.map(jax.device_put, model.params)
         self.program = compile_program(plan, model.geometry, sampling)
         self._cache = make_cache(
             self.program,
@@ -198,7 +198,7 @@ class Generation:
         self._prompts, self._max_new, self._eos = prompts, max_new_tokens, eos
         self._return_logits, self._forced, self._on_prefill = return_logits, forced, on_prefill
         self._head = engine.program.head[sampling]
-        params = engine._params
+        params = engine.params
         self._head_params = {k: params[k] for k in ("final_norm", "embed", "head") if k in params}
         self._held = np.array([len(p) for p in prompts])  # tokens each row has in the cache
         self._active = np.ones(len(prompts), bool)
@@ -236,7 +236,8 @@ class Generation:
             self._engine._assign("lengths", self._held)
             self._engine._assign("forced", np.full(len(self._prompts), -1))
             self._cache.start()
-            step = self._choose(np.zeros_like(self._active))
+            self._launch_head(np.zeros_like(self._active))
+            step = self._collect()
             self.ttft_s = time.perf_counter() - started
             yield step
             compiled = compiles()
@@ -253,7 +254,7 @@ class Generation:
     def _prefill(self) -> None:
         """Layer-major, row by row: one layer takes all of a prompt's chunks before the next layer begins."""
         engine, program = self._engine, self._engine.program
-        layers = engine._params["layers"]
+        layers = engine.params["layers"]
         total = len(layers) * len(self._prompts)
         for row, prompt in enumerate(self._prompts):
             chunks = program.chunks(len(prompt))
@@ -263,12 +264,14 @@ class Generation:
                 tokens = np.zeros(size, np.int32)
                 part = prompt[start : start + size]
                 tokens[: len(part)] = part
-                hidden.append(program.embed[size](engine._params["embed"], tokens))
+                hidden.append(program.embed[size](engine.params["embed"], tokens))
             for layer, params in enumerate(layers):
                 k, v = self._cache.slot(layer)
                 at = scalar(row if k.shape[0] > 1 else 0)
                 for i, (start, size) in enumerate(chunks):
-                    hidden[i], k, v = program.prefill[size](params, hidden[i], k, v, at, scalar(start), length)
+                    hidden[i], k, v = program.prefill[size](
+                        params, hidden[i], k, v, at, scalar(start), length
+                    )
                 self._cache.filled(layer, row, len(prompt), k, v)
                 if self._on_prefill is not None:
                     jax.block_until_ready(hidden[-1])  # progress that is true
@@ -280,15 +283,15 @@ class Generation:
     def _step(self) -> Step:
         engine = self._engine
         active = self._active.copy()
-        engine._x = self._cache.step(
-            engine._params["layers"], engine._x, engine._lengths, self._held, active
-        )
+        engine._x = self._cache.step(engine.params["layers"], engine._x, engine._lengths, self._held, active)
+        self._launch_head(active)
+        self._cache.settle(self._held, active)
         self._held = self._held + active
-        return self._choose(active)
+        return self._collect()
 
-    def _choose(self, advance: np.ndarray) -> Step:
-        """Runs the head: moves the lengths of `advance` rows on and picks every row's next token."""
-        engine, rows = self._engine, len(self._prompts)
+    def _launch_head(self, advance: np.ndarray) -> None:
+        """Moves the lengths of `advance` rows on and picks every row's next token, on the device."""
+        engine = self._engine
         if self._forced is not None:
             engine._assign("forced", np.array([tokens[self._made] for tokens in self._forced]))
         if not np.array_equal(advance, self._advance):
@@ -303,6 +306,10 @@ class Generation:
             engine._advance,
             engine._forced,
         )
+
+    def _collect(self) -> Step:
+        """The tokens that the head has picked, and which rows they end."""
+        engine, rows = self._engine, len(self._prompts)
         self._made += 1
         chosen = fetch(engine._tokens)
         logits = fetch(engine._logits) if self._return_logits else None

@@ -174,13 +174,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name in ("tokens", "lengths", "advance", "forced"):
             yield Buffer(name=name, shape=(b,), dtype="int32", tier="device")
         yield Buffer(name="logits", shape=(b, g.vocab), dtype="float32", tier="device")
+        for i in range(self.layers):
+            shape = (2, b, self.kv_heads, self.head_dim)
+            yield Buffer(name=f"new.{i}", shape=shape, dtype=dt, tier="device")
         if self.policy == "resident":
             yield from self._layers("kv", self.layers, b, "device")
             return
         slots = self.physical_layers or 0
-        for i in range(self.layers):
-            shape = (2, b, self.kv_heads, self.head_dim)
-            yield Buffer(name=f"new.{i}", shape=shape, dtype=dt, tier="device")
         if self.tier == "disk":
             yield from self._layers("slot", slots, b, "device")
             yield from self._disk_buffers()

@@ -39,7 +39,9 @@ class CompiledBytes:
 class Graph:
     """One ahead-of-time compiled function. Calling it with other shapes raises instead of compiling."""
 
-    def __init__(self, name: str, function: Callable[..., Any], arguments: Sequence[Any], donate: Sequence[int]):
+    def __init__(
+        self, name: str, function: Callable[..., Any], arguments: Sequence[Any], donate: Sequence[int]
+    ):
         self.name = name
         # keep_unused: a donated buffer may be needed for its memory alone.
         jitted = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True)
@@ -69,9 +71,9 @@ class Program:
     `embed[C]` (table, tokens [C]) → x [C, H]
     `prefill[C]` (layer, x, K, V, row, start, length) → x, K, V: one chunk of one row through one layer
     `take[C]` (x [B, H], chunk [C, H], row, index) → x: a prompt's last hidden state becomes its row's
-    `segments[n]`
-        resident: (layers, x, [K], [V], lengths) → x, [K], [V]
-        layer: (layer, x, K, V, new, lengths) → x, new [2, B, Hkv, D]
+    `segments[n]` ([layer], x, [K], [V], [new], lengths) → x, [new]: n layers read their caches and give the
+        new token's K and V, new [2, B, Hkv, D]
+    `append` ([K], [V], [new], lengths) → [K], [V]: all layers' new tokens join caches that stay on the device
     `head` (params, x, tokens, lengths, logits, advance, forced) → x, tokens, lengths, logits: moves lengths
         on, chooses the next token (or takes `forced` where it is not negative) and embeds it
     `assign` (old [B], new [B]) → new at the address of old: how the host sets lengths and the like
@@ -86,6 +88,7 @@ class Program:
     segments: dict[int, Graph]
     head: dict[Sampling, Graph]
     assign: Graph
+    append: Graph | None
     fill: Graph | None
     compile_s: float = 0.0
     _head_arguments: list[Any] = field(default_factory=list)
@@ -93,7 +96,9 @@ class Program:
     def prepare_head(self, sampling: Sampling) -> Graph:
         """The head that chooses tokens this way, compiled now if no generation has used it yet."""
         if sampling not in self.head:
-            self.head[sampling] = Graph("head", _head(self.geometry, sampling), self._head_arguments, _HEAD_DONATED)
+            self.head[sampling] = Graph(
+                "head", _head(self.geometry, sampling), self._head_arguments, _HEAD_DONATED
+            )
         return self.head[sampling]
 
     def chunks(self, tokens: int) -> list[tuple[int, int]]:
@@ -109,8 +114,8 @@ class Program:
     @property
     def decode_graphs(self) -> tuple[Graph, ...]:
         """Every graph that a decode step runs."""
-        graphs = [*self.segments.values(), *self.head.values()]
-        return tuple(graphs if self.fill is None else [*graphs, self.fill])
+        graphs = (*self.segments.values(), *self.head.values(), self.append, self.fill)
+        return tuple(graph for graph in graphs if graph is not None)
 
 
 _HEAD_DONATED = (1, 2, 3, 4)
@@ -139,13 +144,13 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
 
     segments = {}
     for n in _segment_sizes(plan):
-        if plan.policy == "resident":
-            arguments = [[block.params] * n, x, [k] * n, [v] * n, rows]
-            segments[n] = Graph("segment", _resident_segment(block), arguments, (1, 2, 3))
-        else:
-            segments[n] = Graph("segment", _layer_segment(block), [block.params, x, k, v, new, rows], (1, 4))
+        arguments = [[block.params] * n, x, [k] * n, [v] * n, [new] * n, rows]
+        segments[n] = Graph("segment", _segment(block), arguments, (1, 4))
 
-    fill = None
+    append = fill = None
+    if plan.policy == "resident":
+        count = plan.layers
+        append = Graph("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
     if plan.tier == "disk":
         records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
         fill = Graph("fill", _fill_records(plan), [k, v, records, scalar, scalar], (0, 1))
@@ -166,6 +171,7 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         segments=segments,
         head={},
         assign=Graph("assign", _assign, [rows, rows], (0,)),
+        append=append,
         fill=fill,
         _head_arguments=[head_params, x, rows, rows, logits, rows, rows],
     )
@@ -225,39 +231,31 @@ def _take(x: jax.Array, chunk: jax.Array, row: jax.Array, index: jax.Array) -> j
     return jax.lax.dynamic_update_slice_in_dim(x, last, row, axis=0)
 
 
-def _resident_segment(block: BlockFunctions) -> Callable[..., Any]:
-    def segment(layers: list[Params], x, ks, vs, lengths):
-        ks, vs = list(ks), list(vs)
-        for i, params in enumerate(layers):
+def _segment(block: BlockFunctions) -> Callable[..., Any]:
+    def segment(layers: list[Params], x, ks, vs, news, lengths):
+        """Reads the caches; the new K and V take the memory of `news`, which is given for that alone."""
+        del news
+        out = []
+        for params, k, v in zip(layers, ks, vs, strict=True):
             q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
-            attended = attend(q, ks[i], vs[i], k_new, v_new, lengths)
-            x = block.finish(params, x, attended)
-            # The barrier orders the write after the read, so that the write can be in place.
-            x, ks[i], vs[i] = jax.lax.optimization_barrier((x, ks[i], vs[i]))
-            ks[i], vs[i] = _append(ks[i], vs[i], k_new, v_new, lengths)
-        return x, ks, vs
+            x = block.finish(params, x, attend(q, k, v, k_new, v_new, lengths))
+            out.append(jnp.stack([k_new, v_new]))
+        return x, out
 
     return segment
 
 
-def _append(k: jax.Array, v: jax.Array, k_new: jax.Array, v_new: jax.Array, lengths: jax.Array) -> Any:
-    """Writes each row's new token at its own length."""
+def _append(ks: list[jax.Array], vs: list[jax.Array], news: list[jax.Array], lengths: jax.Array) -> Any:
+    """Writes each row's new token at its own length, in place: apart from the graphs that read the caches,
+    since reading and writing one buffer in one graph made XLA copy it (2 to 4 times slower on a CPU)."""
     zero = jnp.zeros((), jnp.int32)
-    for row in range(k.shape[0]):
-        at, index = lengths[row], jnp.asarray(row, jnp.int32)
-        k = jax.lax.dynamic_update_slice(k, k_new[row][None, :, :, None], (index, zero, zero, at))
-        v = jax.lax.dynamic_update_slice(v, v_new[row][None, :, None], (index, zero, at, zero))
-    return k, v
-
-
-def _layer_segment(block: BlockFunctions) -> Callable[..., Any]:
-    def segment(params: Params, x, k, v, new, lengths):
-        del new  # its memory holds the new K and V that go back to the tier
-        q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
-        x = block.finish(params, x, attend(q, k, v, k_new, v_new, lengths))
-        return x, jnp.stack([k_new, v_new])
-
-    return segment
+    for i, new in enumerate(news):
+        for row in range(new.shape[1]):
+            at, index = lengths[row], jnp.asarray(row, jnp.int32)
+            k_new, v_new = new[0, row][None, :, :, None], new[1, row][None, :, None]
+            ks[i] = jax.lax.dynamic_update_slice(ks[i], k_new, (index, zero, zero, at))
+            vs[i] = jax.lax.dynamic_update_slice(vs[i], v_new, (index, zero, at, zero))
+    return ks, vs
 
 
 def _assign(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -280,7 +278,12 @@ def _fill_records(plan: Plan) -> Callable[..., Any]:
         The last output is the staging slot's fence: it is ready when the records have been read.
         """
         n, size = records.shape[0], heads * dim * tokens
-        k = records[:, :size].reshape(n, heads, dim, tokens).transpose(1, 2, 0, 3).reshape(heads, dim, n * tokens)
+        k = (
+            records[:, :size]
+            .reshape(n, heads, dim, tokens)
+            .transpose(1, 2, 0, 3)
+            .reshape(heads, dim, n * tokens)
+        )
         v = records[:, size : 2 * size].reshape(n, heads, tokens, dim).transpose(1, 0, 2, 3)
         v = v.reshape(heads, n * tokens, dim)
         zero, at = jnp.zeros((), jnp.int32), first_group * tokens

@@ -37,9 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-def choose(
-    logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sampling
-) -> Int[Array, " B"]:
+def choose(logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
     """The next token of each row. `positions` are those the tokens will take. Sampling is static."""
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -56,6 +56,9 @@ class Cache(Protocol):
         """
         ...
 
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        """Host work of the step just launched that can overlap the head, which is launched after it."""
+
     def finish(self) -> None:
         """The generation is over; its sequences are past."""
 

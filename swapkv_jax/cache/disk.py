@@ -47,7 +47,9 @@ class DiskLayerCache(LayerCache):
         self._staging = StagingRing(
             plan.staging_slots or 0, (plan.staging_groups or 0, values), plan.dtype, plan.transport or "copy"
         )
-        self._rolling = _zeroed(plan.layers * plan.batch * plan.stride_bytes).reshape(plan.layers, plan.batch, -1)
+        self._rolling = _zeroed(plan.layers * plan.batch * plan.stride_bytes).reshape(
+            plan.layers, plan.batch, -1
+        )
         self._slots = self._prefill_ring()
         self._pending: deque[Piece] = deque()  # in the order they are needed; not yet being read
         self._reading: deque[tuple[Piece, int, Future[None]]] = deque()
@@ -114,7 +116,9 @@ class DiskLayerCache(LayerCache):
             return self._slots  # decode's own slots serve prefill too
         k_shape, v_shape = self._plan.layer_shapes(self._plan.batch)
         dtype = self._plan.dtype
-        return [(zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)]
+        return [
+            (zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)
+        ]
 
     def start(self) -> None:
         super().start()
@@ -176,7 +180,9 @@ class DiskLayerCache(LayerCache):
             started = time.perf_counter()
             read.result()
             self._wait_s += time.perf_counter() - started
-            k, v, fence = fill(k, v, self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group))
+            k, v, fence = fill(
+                k, v, self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group)
+            )
             self._staging.publish(slot, fence)
             self._read_ahead()
         self._slots[index] = (k, v)

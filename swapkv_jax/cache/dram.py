@@ -10,8 +10,9 @@ import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
-from swapkv_jax.staging import alias, pinned, to_device, zeros
+from swapkv_jax.staging import alias, host_view, pinned, to_device, zeros
 from swapkv_jax.tiers import DramPool
 
 
@@ -39,6 +40,8 @@ class AliasLayerCache(DramLayerCache):
         self._pool = DramPool(plan.memory(program.geometry).dram)
         self._names: list[str] = []
         self._k, self._v, self._slots = [], [], []
+        # Donated buffers keep their addresses, so one view of each serves every step.
+        self._new_views = [host_view(new) for new in self._new]
 
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
         plan = self._plan
@@ -55,6 +58,24 @@ class AliasLayerCache(DramLayerCache):
         super().start()
         self._ring = []  # decode reads the pool; prefill's slots are given back
         self._slots = [(alias(k), alias(v)) for k, v in zip(self._k, self._v, strict=True)]
+
+    def step(
+        self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
+    ) -> jax.Array:
+        segment = self._program.segments[1]
+        for layer, params in enumerate(layers):
+            k, v = self._arrive(layer)
+            x, (self._new[layer],) = segment([params], x, [k], [v], [self._new[layer]], lengths)
+        return x
+
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        # Waking for each layer's new token costs more than the writes: no layer is read again before the
+        # next step, so all are written at once, while the head computes.
+        self._new[-1].block_until_ready()
+        rows = [int(row) for row in np.flatnonzero(active)]
+        for layer, (k, v) in enumerate(self._new_views):
+            for row in rows:
+                self._append(layer, row, int(held[row]), k[row], v[row])
 
     def _arrive(self, layer: int) -> Slot:
         return self._slots[layer]

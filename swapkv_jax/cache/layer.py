@@ -71,7 +71,9 @@ class LayerCache(abc.ABC):
     def _prefill_ring(self) -> list[Slot]:
         k_shape, v_shape = self._plan.layer_shapes(self._plan.slot_rows)
         dtype = self._plan.dtype
-        return [(zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)]
+        return [
+            (zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)
+        ]
 
     def slot(self, layer: int) -> Slot:
         index = layer % len(self._ring)
@@ -104,12 +106,15 @@ class LayerCache(abc.ABC):
         segment = self._program.segments[1]
         for layer, params in enumerate(layers):
             k, v = self._arrive(layer)
-            x, self._new[layer] = segment(params, x, k, v, self._new[layer], lengths)
+            x, (self._new[layer],) = segment([params], x, [k], [v], [self._new[layer]], lengths)
             if layer:
                 self._write_back(layer - 1, held, active)
             self._ahead(layer, held, active)
         self._write_back(len(layers) - 1, held, active)
         return x
+
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        pass  # every layer was written back while the next one computed
 
     def _write_back(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
         k, v = fetch(self._new[layer])  # [B, Hkv, D] each

@@ -20,6 +20,8 @@ class ResidentCache:
         k_shape, v_shape = plan.layer_shapes(plan.batch)
         self._k = [zeros(k_shape, plan.dtype) for _ in range(plan.layers)]
         self._v = [zeros(v_shape, plan.dtype) for _ in range(plan.layers)]
+        new = (2, plan.batch, plan.kv_heads, plan.head_dim)
+        self._new = [zeros(new, plan.dtype) for _ in range(plan.layers)]
 
     def begin(self, prompts: Sequence[int], limits: Sequence[int]) -> None:
         pass  # the buffers are there; what an earlier generation left lies beyond every row's length
@@ -40,14 +42,21 @@ class ResidentCache:
         for first in range(0, len(layers), size):
             part = slice(first, first + size)
             graph = self._program.segments[len(layers[part])]
-            x, self._k[part], self._v[part] = graph(layers[part], x, self._k[part], self._v[part], lengths)
+            x, self._new[part] = graph(
+                layers[part], x, self._k[part], self._v[part], self._new[part], lengths
+            )
+        assert self._program.append is not None
+        self._k, self._v = self._program.append(self._k, self._v, self._new, lengths)
         return x
+
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        pass
 
     def finish(self) -> None:
         pass
 
     def close(self) -> None:
-        self._k, self._v = [], []
+        self._k, self._v, self._new = [], [], []
 
     @property
     def use(self) -> CacheUse:
@@ -55,7 +64,7 @@ class ResidentCache:
 
     def addresses(self) -> dict[str, int]:
         return {
-            f"kv.{part}.{i}": array.unsafe_buffer_pointer()
-            for part, arrays in (("k", self._k), ("v", self._v))
+            f"{name}.{i}": array.unsafe_buffer_pointer()
+            for name, arrays in (("kv.k", self._k), ("kv.v", self._v), ("new", self._new))
             for i, array in enumerate(arrays)
         }

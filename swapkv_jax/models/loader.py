@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 
 from swapkv_jax.errors import ModelError
 from swapkv_jax.models.embedded import EMBEDDED_NAME, embedded_path
+from swapkv_jax.models.fuse import Params, fuse
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.models.gguf_file import MAGIC, GGUFFile
 from swapkv_jax.models.gguf_loader import geometry_from_gguf, load_gguf_weights
@@ -32,7 +34,8 @@ class Model:
     """A model in host memory.
 
     `fingerprint` (32 hex digits) covers geometry with RoPE, dtype and every weight: KV computed by models of
-    equal fingerprint is interchangeable. `eos_token_ids` end a generation; they may be none.
+    equal fingerprint is interchangeable. `eos_token_ids` end a generation; they may be none. `weights` is
+    the checkpoint as loaded, until the first use of `params` takes it over.
     """
 
     geometry: Geometry
@@ -43,6 +46,11 @@ class Model:
     source: str
     name: str
     eos_token_ids: frozenset[int]
+
+    @cached_property
+    def params(self) -> Params:
+        """The weights as the decoder block takes them, made on first use out of `weights`, whose layers go."""
+        return fuse(self.weights)
 
 
 def load_model(source: str, dtype: str = "float32", progress: Progress | None = None) -> Model:

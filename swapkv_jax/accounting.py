@@ -1,0 +1,64 @@
+"""Memory in exact bytes: what the plan says, what XLA compiled, what is in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import msgspec
+
+from swapkv_jax.engine import Engine
+
+
+class DeviceBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the device during decode.
+
+    `planned` sums the plan's device buffers: layer slots or the whole KV, each layer's new K and V, the
+    hidden state, tokens, lengths, logits. `compiled` is the same sum out of XLA's `memory_analysis`: the
+    arguments of every decode graph, each buffer counted once although several graphs take it. `aliased` of
+    these bytes are the DRAM pool's own memory. Beside them stand `weights` (of which a CPU holds one copy,
+    the host's), XLA's `temporaries` (the largest of any graph: graphs run one after the other) and
+    `prefill`, which prefill alone needs.
+    """
+
+    planned: int
+    compiled: int
+    aliased: int
+    weights: int
+    temporaries: int
+    prefill: int
+
+
+def device_bytes(engine: Engine) -> DeviceBytes:
+    """What the engine's plan says of the device beside what XLA compiled."""
+    plan, program, geometry = engine.plan, engine.program, engine.model.geometry
+    planned = plan.memory(geometry)
+    buffers = {buffer.name: buffer.bytes for buffer in plan.buffers(geometry)}
+    layer_weights = _tree_bytes(engine.params["layers"][0])
+    head_weights = _tree_bytes({k: v for k, v in engine.params.items() if k != "layers"})
+
+    head = next(iter(program.head.values())).memory
+    compiled = head.arguments - head_weights  # x, tokens, lengths, logits, advance, forced
+    shared = buffers["x"] + buffers["lengths"]
+    whole, rest = divmod(plan.layers, plan.layers_per_segment)
+    if plan.policy == "resident":
+        for size, count in ((plan.layers_per_segment, whole), (rest, 1)):
+            if size and count:
+                arguments = program.segments[size].memory.arguments
+                compiled += count * (arguments - size * layer_weights - shared)
+    else:
+        new = buffers["new.0"]
+        slot = program.segments[1].memory.arguments - layer_weights - shared - new
+        compiled += plan.layers * new + (plan.physical_layers or 0) * slot
+    return DeviceBytes(
+        planned=planned.device + planned.aliased,
+        compiled=compiled,
+        aliased=planned.aliased,
+        weights=_tree_bytes(engine.params),
+        temporaries=max(graph.memory.temporaries for graph in program.decode_graphs),
+        prefill=planned.prefill,
+    )
+
+
+def _tree_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
