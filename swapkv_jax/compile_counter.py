@@ -8,7 +8,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
-def _listen(event: str, duration: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _count
     if event == _EVENT:
         _count += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as PyGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -226,7 +227,7 @@ class Generation:
         """Ends the generation where it is; its sequences become past."""
         self._steps.close()
 
-    def _run(self) -> Iterator[Step]:
+    def _run(self) -> PyGenerator[Step, None, None]:
         started = time.perf_counter()
         try:
             self._cache.begin(
@@ -294,7 +295,7 @@ class Generation:
         engine = self._engine
         if self._forced is not None:
             engine._assign("forced", np.array([tokens[self._made] for tokens in self._forced]))
-        if not np.array_equal(advance, self._advance):
+        if self._advance is None or not np.array_equal(advance, self._advance):
             self._advance = advance
             engine._assign("advance", advance)
         engine._x, engine._tokens, engine._lengths, engine._logits = self._head(

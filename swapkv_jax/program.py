@@ -55,6 +55,7 @@ class Graph:
     @property
     def memory(self) -> CompiledBytes:
         stats = self._compiled.memory_analysis()
+        assert stats is not None, "the backend gives no memory analysis"
         return CompiledBytes(
             name=self.name,
             planned_arguments=self._arguments,

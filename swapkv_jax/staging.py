@@ -9,7 +9,7 @@ fence), and what a program reads is never what the host writes meanwhile (`engin
 from __future__ import annotations
 
 import ctypes
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from swapkv_jax.tiers import aligned_buffer
 ALIAS_ALIGNMENT = 64  # bytes at which the CPU client takes a NumPy buffer as it is
 
 
-def _device() -> jax.Device:
+def _device() -> Any:
     return jax.devices()[0]
 
 
@@ -49,7 +49,7 @@ def host_view(array: jax.Array) -> np.ndarray:
         raise TierError(f"an array in {kind} memory of a {_device().platform} cannot be viewed from the host")
     array.block_until_ready()
     raw = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
+    return np.frombuffer(memoryview(raw), dtype=array.dtype).reshape(array.shape)
 
 
 def alias(view: np.ndarray) -> jax.Array:

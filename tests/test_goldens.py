@@ -12,6 +12,7 @@ from tiny import TINY, golden_name, tiny_checkpoint, tiny_prompts, weights_diges
 
 from swapkv_jax import Engine, load_model, make_plan
 from swapkv_jax.models import Model
+from swapkv_jax.planner import CacheChoice
 
 GOLDENS = Path(__file__).parent / "goldens"
 # transformers' float32 lies within 6e-5 of a float64 forward on every golden, the real model's included.
@@ -102,7 +103,7 @@ def agreeing_steps(golden: Golden, decoded: Decoded, row: int, tolerance: float)
     return len(golden.tokens)
 
 
-def decode(model: Model, cache: str, prompts: Sequence[list[int]], new_tokens: int) -> Decoded:
+def decode(model: Model, cache: CacheChoice, prompts: Sequence[list[int]], new_tokens: int) -> Decoded:
     longest = max(map(len, prompts)) + new_tokens
     plan = make_plan(model.geometry, cache=cache, batch=len(prompts), max_context=longest, dtype="float32")
     tokens, logits = [], []
@@ -115,7 +116,7 @@ def decode(model: Model, cache: str, prompts: Sequence[list[int]], new_tokens: i
     return Decoded(tokens=np.array(tokens, np.int64), logits=np.stack(logits))
 
 
-def check(model: Model, cache: str, goldens: Sequence[Golden], tolerance: float) -> None:
+def check(model: Model, cache: CacheChoice, goldens: Sequence[Golden], tolerance: float) -> None:
     """Decode all goldens' prompts as one ragged batch and compare every row."""
     decoded = decode(model, cache, [g.prompt for g in goldens], len(goldens[0].tokens))
     for row, golden in enumerate(goldens):
@@ -168,21 +169,21 @@ def test_tiny_layer(name: str, tiny_model: Callable[[str], Model]) -> None:
 
 @pytest.mark.parametrize("cache", ["resident", "layer"])
 @pytest.mark.parametrize("row", range(len(TINY["llama-dynamic"].prompts)))
-def test_dynamic_rope_one_row(cache: str, row: int, tiny_model: Callable[[str], Model]) -> None:
+def test_dynamic_rope_one_row(cache: CacheChoice, row: int, tiny_model: Callable[[str], Model]) -> None:
     """The ragged batch holds these rows too; alone, each must give the same."""
     golden = tiny_goldens("llama-dynamic")[row]
     check(tiny_model("llama-dynamic"), cache, [golden], TINY_TOLERANCE)
 
 
 @pytest.mark.parametrize("cache", ["resident", "layer"])
-def test_smollm2_batch(cache: str, smollm2: Model) -> None:
+def test_smollm2_batch(cache: CacheChoice, smollm2: Model) -> None:
     check(smollm2, cache, [real_golden(name) for name in REAL_PROMPTS], REAL_TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["resident", "layer"])
 @pytest.mark.parametrize("name", REAL_PROMPTS)
-def test_smollm2_one_row(cache: str, name: str, smollm2: Model) -> None:
+def test_smollm2_one_row(cache: CacheChoice, name: str, smollm2: Model) -> None:
     check(smollm2, cache, [real_golden(name)], REAL_TOLERANCE)
 
 

@@ -35,6 +35,7 @@ class Cache(Protocol):
 
     def slot(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """K and V buffers for one layer's prefill, to be donated; waits until their last use is over."""
+        ...
 
     def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
         """Takes back the buffers with a row's first `length` tokens in them, and streams them out."""

@@ -55,6 +55,7 @@ class LayerCache(abc.ABC):
 
     def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
         """Starts moving what follows `layer`, which computes now. Layers before it are written back."""
+        return
 
     @abc.abstractmethod
     def _close_sequences(self) -> None: ...
@@ -114,7 +115,7 @@ class LayerCache(abc.ABC):
         return x
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
-        pass  # every layer was written back while the next one computed
+        return  # every layer was written back while the next one computed
 
     def _write_back(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
         k, v = fetch(self._new[layer])  # [B, Hkv, D] each
