@@ -18,6 +18,7 @@ from swapkv_jax.errors import UsageError
 from swapkv_jax.models import Model
 from swapkv_jax.plan import Plan
 from swapkv_jax.program import compile_program, scalar
+from swapkv_jax.random_kv import put_random
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.staging import fetch, zeros
 from swapkv_jax.store_paths import default_store_dir
@@ -106,6 +107,7 @@ class Engine:
         return_logits: bool = False,
         forced: Sequence[Sequence[int]] | None = None,
         on_prefill: PrefillProgress | None = None,
+        random_prefill: bool = False,
     ) -> Generation:
         """Starts a generation: an iterator of `Step`s, whose first one does the prefill.
 
@@ -114,6 +116,8 @@ class Engine:
           max_new_tokens: most tokens per row; rows also end at the model's end-of-text tokens.
           forced: per row, the tokens to take whatever the logits say (teacher forcing), at least
             `max_new_tokens` of them.
+          random_prefill: give the prompts' tokens random keys and values, the same under every policy,
+            instead of computing them. The text means nothing: for timing decode without a long prefill.
         Raises:
           UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context.
         """
@@ -130,6 +134,7 @@ class Engine:
             return_logits,
             forced,
             on_prefill,
+            random_prefill,
         )
         return self._generation
 
@@ -194,10 +199,12 @@ class Generation:
         return_logits: bool,
         forced: Sequence[Sequence[int]] | None,
         on_prefill: PrefillProgress | None,
+        random_prefill: bool,
     ):
         self._engine, self._cache = engine, engine._cache
         self._prompts, self._max_new, self._eos = prompts, max_new_tokens, eos
         self._return_logits, self._forced, self._on_prefill = return_logits, forced, on_prefill
+        self._random_prefill = random_prefill
         self._head = engine.program.head[sampling]
         params = engine.params
         self._head_params = {k: params[k] for k in ("final_norm", "embed", "head") if k in params}
@@ -233,7 +240,10 @@ class Generation:
             self._cache.begin(
                 [len(p) for p in self._prompts], [len(p) + self._max_new for p in self._prompts]
             )
-            self._prefill()
+            if self._random_prefill:
+                self._prefill_randomly()
+            else:
+                self._prefill()
             self._engine._assign("lengths", self._held)
             self._engine._assign("forced", np.full(len(self._prompts), -1))
             self._cache.start()
@@ -280,6 +290,15 @@ class Generation:
             start, size = chunks[-1]
             last = scalar(len(prompt) - 1 - start)
             engine._x = program.take[size](engine._x, hidden[-1], scalar(row), last)
+
+    def _prefill_randomly(self) -> None:
+        """Random keys and values take the ordinary way into the cache and its tiers."""
+        layers = len(self._engine.params["layers"])
+        for row, prompt in enumerate(self._prompts):
+            for layer in range(layers):
+                k, v = self._cache.slot(layer)
+                k, v = put_random(k, v, row, len(prompt), seed=row * layers + layer)
+                self._cache.filled(layer, row, len(prompt), k, v)
 
     def _step(self) -> Step:
         engine = self._engine
