@@ -2,7 +2,7 @@
 
 from swapkv_jax.models.geometry import ARCHITECTURES, Geometry, RopeScaling
 from swapkv_jax.models.hf_config import geometry_from_hf_config
-from swapkv_jax.models.loader import Model, load_model
+from swapkv_jax.models.loader import Model, ModelSource, load_model, open_model
 from swapkv_jax.models.tokenizer import StreamDecoder, Tokenizer
 from swapkv_jax.models.weights import DTYPES, LayerWeights, Progress, Weights
 
@@ -12,6 +12,7 @@ __all__ = [
     "Geometry",
     "LayerWeights",
     "Model",
+    "ModelSource",
     "Progress",
     "RopeScaling",
     "StreamDecoder",
@@ -19,4 +20,5 @@ __all__ = [
     "Weights",
     "geometry_from_hf_config",
     "load_model",
+    "open_model",
 ]

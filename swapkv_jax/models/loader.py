@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,34 @@ class Model:
         return fuse(self.weights)
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found and is supported, before its weights are read: enough to plan with."""
+
+    geometry: Geometry
+    tokenizer: Tokenizer
+    source: str
+    name: str
+    eos_token_ids: frozenset[int]
+    read_weights: Callable[[str, Progress | None], tuple[Weights, str]]
+    """(dtype, progress) → weights and their digest."""
+
+    def load(self, dtype: str = "float32", progress: Progress | None = None) -> Model:
+        """Reads the weights, cast to `dtype`. Raises ModelError for damaged ones, UsageError for the dtype."""
+        dtype_of(dtype)
+        weights, digest = self.read_weights(dtype, progress)
+        return Model(
+            geometry=self.geometry,
+            weights=weights,
+            tokenizer=self.tokenizer,
+            dtype=dtype,
+            fingerprint=_fingerprint(self.geometry, dtype, digest),
+            source=self.source,
+            name=self.name,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+
 def load_model(source: str, dtype: str = "float32", progress: Progress | None = None) -> Model:
     """Loads a model, its weights cast to `dtype` ("float32", "bfloat16" or "float16").
 
@@ -61,23 +90,28 @@ def load_model(source: str, dtype: str = "float32", progress: Progress | None = 
     and reading. Raises ModelError naming what is missing, damaged or unsupported; UsageError for the dtype.
     """
     dtype_of(dtype)
+    return open_model(source, progress).load(dtype, progress)
+
+
+def open_model(source: str, progress: Progress | None = None) -> ModelSource:
+    """Finds a model as `load_model` does and reads its configuration and tokenizer, but no weights."""
     if source == EMBEDDED_NAME:
-        return _from_gguf(embedded_path(progress), source, EMBEDDED_NAME, dtype, progress)
+        return _open_gguf(embedded_path(progress), source, EMBEDDED_NAME)
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            return _from_directory(path, source, path.resolve().name, dtype, progress)
+            return _open_directory(path, source, path.resolve().name)
         if path.is_file():
             _check_gguf(path)
-            return _from_gguf(path, source, path.stem, dtype, progress)
+            return _open_gguf(path, source, path.stem)
     except PermissionError as error:
         raise ModelError(f"{path}: {error.strerror}; make it readable") from error
     if path.suffix != ".gguf" and _HUB_ID.fullmatch(source):
-        return _from_directory(fetch_from_hub(source, progress), source, source, dtype, progress)
+        return _open_directory(fetch_from_hub(source, progress), source, source)
     raise ModelError(f"{source}: no such model; {_SOURCES}")
 
 
-def _from_directory(directory: Path, source: str, name: str, dtype: str, progress: Progress | None) -> Model:
+def _open_directory(directory: Path, source: str, name: str) -> ModelSource:
     path = directory / "config.json"
     if not path.is_file():
         ggufs = sorted(directory.glob("*.gguf"))
@@ -89,33 +123,27 @@ def _from_directory(directory: Path, source: str, name: str, dtype: str, progres
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     tokenizer = load_hf_tokenizer(directory, geometry.vocab)
-    weights, digest = load_safetensors(directory, geometry, dtype, progress)
-    return Model(
+    return ModelSource(
         geometry=geometry,
-        weights=weights,
         tokenizer=tokenizer,
-        dtype=dtype,
-        fingerprint=_fingerprint(geometry, dtype, digest),
         source=source,
         name=name,
         eos_token_ids=_hf_eos(read_json(directory / "generation_config.json"), config, tokenizer),
+        read_weights=lambda dtype, progress: load_safetensors(directory, geometry, dtype, progress),
     )
 
 
-def _from_gguf(path: Path, source: str, name: str, dtype: str, progress: Progress | None) -> Model:
+def _open_gguf(path: Path, source: str, name: str) -> ModelSource:
     file = GGUFFile(path)
     geometry = geometry_from_gguf(file)
     tokenizer, eos_token_ids = load_gguf_tokenizer(file, geometry.vocab)
-    weights, digest = load_gguf_weights(file, geometry, dtype, progress)
-    return Model(
+    return ModelSource(
         geometry=geometry,
-        weights=weights,
         tokenizer=tokenizer,
-        dtype=dtype,
-        fingerprint=_fingerprint(geometry, dtype, digest),
         source=source,
         name=name,
         eos_token_ids=eos_token_ids,
+        read_weights=lambda dtype, progress: load_gguf_weights(file, geometry, dtype, progress),
     )
 
 
