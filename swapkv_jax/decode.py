@@ -1,0 +1,205 @@
+"""Command line: decode one or several prompts. Text goes to stdout as it is made, all else to stderr.
+
+Exit codes: 0 done, 2 usage (a flag, prompt, plan or budget that cannot work), 1 failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swapkv_jax.errors import PlanError, SwapKVError, UsageError
+from swapkv_jax.options import check_flags, make_parser, prompt_text
+from swapkv_jax.talk import Talk
+
+if TYPE_CHECKING:  # heavy imports wait until the arguments are known to be good
+    from swapkv_jax.models import ModelSource, Tokenizer
+    from swapkv_jax.plan import Plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    say = Talk(options.quiet)
+    warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
+    try:
+        _run(options, say)
+    except SwapKVError as error:
+        say.always(f"{parser.prog}: error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say.always(f"{parser.prog}: interrupted; the text above is incomplete, no report was written")
+        return 1
+    except BrokenPipeError:
+        # Whoever read stdout is gone; keep the interpreter from complaining once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        say.always(f"{parser.prog}: error: {error}; check that file or device")
+        return 1
+    except MemoryError:
+        say.always(
+            f"{parser.prog}: error: out of memory; lower --max-context or use --cache layer --tier disk"
+        )
+        return 1
+    return 0
+
+
+def _run(options: argparse.Namespace, say: Talk) -> None:
+    check_flags(options)
+    texts = [prompt_text(kind, value) for kind, value in options.prompts]
+
+    from swapkv_jax.models import open_model
+    from swapkv_jax.report import build_report, describe_plan, summarise, write_report
+
+    with say.bars() as progress:
+        source = open_model(options.model, progress)
+    chat = options.chat or (not options.raw and source.tokenizer.chat_template is not None)
+    if chat and not options.chat:
+        say("the model has a chat template and prompts go into it; --raw continues them as they are")
+    prompts = [_encode(source.tokenizer, text, chat, i) for i, text in enumerate(texts, start=1)]
+    plan = _plan(options, source, prompts)
+    if options.dry_run:
+        print(plan.to_json())
+        print(describe_plan(plan, source.geometry), file=sys.stderr)
+        return
+    say(describe_plan(plan, source.geometry))
+
+    from swapkv_jax.engine import Engine
+    from swapkv_jax.planner import parse_size
+    from swapkv_jax.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
+    with say.bars() as progress:
+        model = source.load(plan.dtype, progress)
+    disk_limit = parse_size(options.disk_space) if options.disk_space else None
+    with Engine(model, plan, sampling=sampling, store_dir=options.store_dir, disk_limit=disk_limit) as engine:
+        say(f"compiled in {engine.program.compile_s:.1f} s")
+        generation, rows = _generate(options, engine, sampling, prompts, say)
+        report = build_report(engine, generation, prompts, rows)
+    say(summarise(report))
+    if options.report:
+        write_report(report, options.report)
+
+
+def _generate(
+    options: argparse.Namespace, engine: Any, sampling: Any, prompts: list[list[int]], say: Talk
+) -> Any:
+    from swapkv_jax.text import OrderedOutput, RowText
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    rows = [RowText(engine.model.tokenizer, prompt, options.stop) for prompt in prompts]
+    with say.bars() as progress:
+        generation = engine.generate(
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            ignore_eos=options.ignore_eos,
+            on_prefill=lambda done, total: progress("prefill (layers)", done, total),
+        )
+        steps = iter([next(generation)])
+    output = OrderedOutput(len(rows), write)
+    for some in (steps, generation):
+        for step in some:
+            for row, token in enumerate(step.tokens):
+                if token is None:
+                    continue
+                output.push(row, rows[row].push(token))
+                if rows[row].stopped:
+                    generation.finish_row(row, "stop")
+                if generation.finish_reasons[row] is not None:
+                    output.push(row, rows[row].flush())
+                    output.end(row)
+    return generation, rows
+
+
+def _encode(tokenizer: Tokenizer, text: str, chat: bool, number: int) -> list[int]:
+    if not text:
+        raise UsageError(f"prompt {number} is empty; give it some text")
+    ids = tokenizer.encode(text, chat=chat)
+    if not ids:
+        raise UsageError(f"prompt {number} has no tokens; give it some text")
+    return ids
+
+
+def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[int]]) -> Plan:
+    import jax
+
+    from swapkv_jax.memory_limits import available_memory
+    from swapkv_jax.planner import Budgets, make_plan, parse_size, shortfalls
+
+    geometry = source.geometry
+    longest = max(map(len, prompts))
+    needed = longest + options.max_new_tokens
+    limit = min(options.max_context or geometry.context_limit, geometry.context_limit)
+    if needed > limit:
+        raise UsageError(
+            f"prompt {[len(p) for p in prompts].index(longest) + 1} has {longest} tokens and with "
+            f"{options.max_new_tokens} new ones is over the limit of {limit}; shorten it or lower "
+            f"--max-new-tokens to {max(limit - longest, 0)} or less"
+        )
+    platform = jax.default_backend()
+    sizes = {name: getattr(options, name) for name in ("device_memory", "dram_memory", "disk_space")}
+    parsed = {name.split("_")[0]: parse_size(size) for name, size in sizes.items() if size is not None}
+    budgets = Budgets(**parsed, host=available_memory() if platform == "cpu" else None)
+    if options.plan is not None:
+        plan = _load_plan(options.plan)
+        plan.validate(geometry)
+        if plan.batch != len(prompts):
+            raise PlanError(
+                f"the plan is for {plan.batch} row(s), there are {len(prompts)} prompts; match them"
+            )
+        if needed > plan.max_context:
+            raise PlanError(
+                f"the plan's max_context of {plan.max_context} is less than the {needed} tokens needed; "
+                f"shorten the prompt or use a plan for {needed}"
+            )
+        if short := shortfalls(plan, geometry, budgets):
+            raise PlanError(f"the plan {', '.join(short)}; raise the budget or use a smaller plan")
+        return plan
+    return make_plan(
+        geometry,
+        cache=options.cache or "auto",
+        tier=options.tier or "auto",
+        batch=len(prompts),
+        max_context=options.max_context or needed,
+        dtype=options.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        physical_layers=options.physical_layers,
+        platform=platform,
+        budgets=budgets,
+    )
+
+
+def _load_plan(name: str) -> Plan:
+    """A plan from a file, or one that ships with the package by its name without `.json`."""
+    from swapkv_jax.plan import Plan
+
+    shipped = sorted(f.name.removesuffix(".json") for f in resources.files("swapkv_jax.plans").iterdir()
+                     if f.name.endswith(".json"))  # fmt: skip
+    try:
+        if name in shipped:
+            return Plan.from_json(
+                resources.files("swapkv_jax.plans").joinpath(f"{name}.json").read_bytes(), source=name
+            )
+        return Plan.from_json(Path(name).read_bytes(), source=name)
+    except OSError as error:
+        known = ", ".join(shipped) or "none yet"
+        raise PlanError(
+            f"cannot read plan {name}: {error.strerror}; give a file or a shipped plan ({known})"
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

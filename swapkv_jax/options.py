@@ -1,0 +1,138 @@
+"""The flags of the decode command, and what can be said of them before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from swapkv_jax.errors import UsageError
+from swapkv_jax.planner import parse_size
+
+_PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "dtype")
+
+
+class _Prompt(argparse.Action):
+    """Collects --prompt and --prompt-file into one list, in the order given."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[override]
+        namespace.prompts = [*(namespace.prompts or []), (self.dest, values)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="swapkv-decode",
+        description="Decode long prompts with a KV cache that need not fit on the accelerator.",
+        epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure.",
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or the embedded "
+        "smollm2-135m (default)")  # fmt: skip
+    add("--prompt", action=_Prompt, metavar="TEXT", help="a prompt; repeat for more rows")
+    add(
+        "--prompt-file",
+        action=_Prompt,
+        metavar="FILE",
+        help="a prompt from a UTF-8 file ('-': stdin); repeatable",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", help="put prompts into the chat template (default if there is one)"
+    )
+    form.add_argument("--raw", action="store_true", help="continue prompts as they are")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens per row (default 128)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this probability together",
+    )
+    add("--top-k", type=int, default=0, help="sample from this many likeliest tokens (0: all)")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a row before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
+    add("--cache", choices=["auto", "resident", "layer"], help="where KV lives: all on the device, or two "
+        "layers of it (default auto: resident if it fits)")  # fmt: skip
+    add(
+        "--tier",
+        choices=["auto", "dram", "disk"],
+        help="what holds the other layers (default auto: DRAM if they fit)",
+    )
+    add("--physical-layers", type=int, metavar="P", help="device slots of one layer each (default 2)")
+    add(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens per row, prompt and answer (default: what is needed)",
+    )
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV (default: float32 on a CPU,"
+        " else bfloat16)")  # fmt: skip
+    add("--plan", metavar="FILE|NAME", help="a plan from a JSON file, or one that ships with the package")
+    add("--device-memory", metavar="SIZE", help="budget on the device, weights included")
+    add("--dram-memory", metavar="SIZE", help="budget of the DRAM tier")
+    add("--disk-space", metavar="SIZE", help="budget of the disk tier")
+    add("--store-dir", type=Path, metavar="DIR", help="directory of the disk store")
+    add("--report", type=Path, metavar="FILE", help="write a JSON report")
+    add("--dry-run", action="store_true", help="print the plan and its bytes per tier, allocate nothing")
+    add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
+    parser.set_defaults(prompts=None)
+    return parser
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Raises UsageError for what can be refused before anything is read."""
+    if not options.prompts:
+        raise UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    if options.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, not {options.max_new_tokens}")
+    if options.max_context is not None and options.max_context < 2:
+        raise UsageError(
+            f"--max-context must be at least 2 (a prompt and an answer), not {options.max_context}"
+        )
+    if options.temperature == 0 and (options.top_k != 0 or options.top_p != 1.0):
+        raise UsageError(
+            "--top-k and --top-p choose nothing at temperature 0 (greedy): give --temperature too"
+        )
+    if options.plan is not None:
+        for name in _PLANNED_BY_FLAGS:
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    f"--plan fixes what --{name.replace('_', '-')} would say; leave one of them out"
+                )
+    if options.cache == "resident":
+        for name in ("tier", "physical_layers"):
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    f"--cache resident keeps all KV on the device, so --{name.replace('_', '-')} contradicts it; "
+                    "leave one of them out"
+                )
+    if options.report:
+        _check_writable(options.report)
+    for name in ("device_memory", "dram_memory", "disk_space"):
+        if getattr(options, name) is not None:
+            parse_size(getattr(options, name))
+
+
+def prompt_text(kind: str, value: str) -> str:
+    """A prompt as given on the command line, or the content of its file; UsageError if that cannot be read."""
+    if kind == "prompt":
+        return value
+    try:
+        return sys.stdin.read() if value == "-" else Path(value).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{value} is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"cannot read prompt file {value}: {error.strerror}; check the path") from None
+
+
+def _check_writable(path: Path) -> None:
+    """Raises UsageError now if the report could not be written at the end."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(
+            f"cannot write the report to {path}: give a file in a directory that exists and is writable"
+        )

@@ -1,0 +1,137 @@
+"""What a decode run reports: the JSON document and its summary for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from swapkv_jax.accounting import device_bytes
+from swapkv_jax.engine import Engine, Generation
+from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.models import Geometry
+from swapkv_jax.plan import Plan
+from swapkv_jax.planner import describe, weight_bytes
+from swapkv_jax.text import RowText
+
+
+def build_report(
+    engine: Engine, generation: Generation, prompts: Sequence[Sequence[int]], rows: Sequence[RowText]
+) -> dict[str, Any]:
+    """The report as JSON values: times in seconds, sizes in bytes. null is what did not happen.
+
+    `tokens_per_s` counts the tokens of all rows made after the first one, over the time they took.
+    """
+    plan, memory, use = engine.plan, engine.plan.memory(engine.model.geometry), engine.use
+    device = device_bytes(engine)
+    steps = generation.step_s
+    later_tokens = sum(len(row.token_ids) for row in rows) - len(rows)
+    return {
+        "model": engine.model.name,
+        "policy": plan.policy,
+        "plan": json.loads(plan.to_json()),
+        "plan_hash": plan.hash,
+        "backend": jax.default_backend(),
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "generated": [
+            {"token_ids": row.token_ids, "text": row.text, "finish_reason": reason}
+            for row, reason in zip(rows, generation.finish_reasons, strict=True)
+        ],
+        "ttft_s": generation.ttft_s,
+        "tpot_s": {
+            "median": float(np.median(steps)) if steps else None,
+            "p90": float(np.quantile(steps, 0.9)) if steps else None,
+        },
+        "tokens_per_s": later_tokens / sum(steps) if steps else None,
+        "compile_s": engine.program.compile_s,
+        "compiles_during_decode": generation.compiles_during_decode,
+        "memory": {
+            "device": {
+                "planned": device.planned,
+                "compiled": device.compiled,
+                "aliased": device.aliased,
+                "weights": device.weights,
+                "temporaries": device.temporaries,
+                "prefill": device.prefill,
+            },
+            "dram": {"planned": memory.dram, "used": use.dram_used},
+            "disk": {"planned": memory.disk, "used": use.disk_used},
+            "full_kv": plan.full_kv_bytes,
+        },
+        "io": {
+            "bytes_read": use.bytes_read,
+            "bytes_written": use.bytes_written,
+            "reads": use.reads,
+            "writes": use.writes,
+            "retries": use.retries,
+            "wait_s": use.wait_s,
+        },
+        "notes": list(use.notes),
+    }
+
+
+def describe_plan(plan: Plan, geometry: Geometry) -> str:
+    """The plan and its bytes per tier, a few lines for a person."""
+    memory = plan.memory(geometry)
+    shared = f", {format_bytes(memory.aliased)} of it the DRAM pool itself" if memory.aliased else ""
+    lines = [
+        f"plan {plan.hash}: {describe(plan)}, {plan.batch} row(s) of up to {plan.max_context} tokens, {plan.dtype}",
+        f"  device  {format_bytes(memory.device + memory.aliased)}{shared}, "
+        f"beside {format_bytes(weight_bytes(geometry, plan.dtype))} of weights",
+        f"  DRAM    {format_bytes(memory.dram)}",
+        f"  disk    {format_bytes(memory.disk)}",
+        f"  (the whole KV cache is {format_bytes(plan.full_kv_bytes)})",
+    ]
+    if memory.prefill:
+        lines.insert(2, f"          and {format_bytes(memory.prefill)} during prefill")
+    return "\n".join(lines)
+
+
+def summarise(report: dict[str, Any]) -> str:
+    """Speed and memory per tier, a few lines for a person."""
+    memory, io, tpot = report["memory"], report["io"], report["tpot_s"]
+    device = memory["device"]
+    speed = f"first token after {report['ttft_s']:.2f} s"
+    if tpot["median"] is not None:
+        speed += (
+            f", then {report['tokens_per_s']:.1f} tokens/s "
+            f"(step median {tpot['median'] * 1e3:.1f} ms, p90 {tpot['p90'] * 1e3:.1f} ms)"
+        )
+    shared = f", {format_bytes(device['aliased'])} of it the DRAM pool itself" if device["aliased"] else ""
+    lines = [
+        f"{sum(report['prompt_tokens'])} prompt tokens, "
+        f"{sum(len(row['token_ids']) for row in report['generated'])} new; {speed}",
+        f"  device  {format_bytes(device['compiled'])} compiled ({format_bytes(device['planned'])} planned{shared}), "
+        f"{format_bytes(device['temporaries'])} temporaries, {format_bytes(device['weights'])} weights",
+        f"  DRAM    {format_bytes(memory['dram']['used'])} used of {format_bytes(memory['dram']['planned'])} planned",
+        f"  disk    {format_bytes(memory['disk']['used'])} used of {format_bytes(memory['disk']['planned'])} planned",
+        f"  whole KV cache {format_bytes(memory['full_kv'])}; compiles during decode: "
+        f"{report['compiles_during_decode']}",
+    ]
+    if io["bytes_read"] or io["bytes_written"]:
+        lines.append(
+            f"  read {format_bytes(io['bytes_read'])} in {io['reads']} reads, wrote "
+            f"{format_bytes(io['bytes_written'])}; waited {io['wait_s']:.2f} s for reads"
+        )
+    return "\n".join([*lines, *(f"  note: {note}" for note in report["notes"])])
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Writes the whole report or leaves the file as it was."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
