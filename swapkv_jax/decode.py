@@ -28,26 +28,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     say = Talk(options.quiet)
-    warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
+        return _guarded(options, say, parser.prog)
+
+
+def _guarded(options: argparse.Namespace, say: Talk, name: str) -> int:
+    """Runs the command; whatever goes wrong becomes one line and an exit code."""
     try:
         _run(options, say)
     except SwapKVError as error:
-        say.always(f"{parser.prog}: error: {error}")
+        say.always(f"{name}: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        say.always(f"{parser.prog}: interrupted; the text above is incomplete, no report was written")
+        say.always(f"{name}: interrupted; the text above is incomplete, no report was written")
         return 1
     except BrokenPipeError:
         # Whoever read stdout is gone; keep the interpreter from complaining once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        say.always(f"{parser.prog}: error: {error}; check that file or device")
+        say.always(f"{name}: error: {error}; check that file or device")
         return 1
     except MemoryError:
-        say.always(
-            f"{parser.prog}: error: out of memory; lower --max-context or use --cache layer --tier disk"
-        )
+        say.always(f"{name}: error: out of memory; lower --max-context or use --cache layer --tier disk")
         return 1
     return 0
 

@@ -1,0 +1,336 @@
+"""The decode command as a user meets it: text, report, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import tiny_checkpoint
+
+from swapkv_jax.decode import main
+from swapkv_jax.plan import Plan
+
+PROMPT = "the quick brown fox jumps over the lazy dog " * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Runs the command in this process; returns exit code, stdout, stderr, report (or None)."""
+
+    def run(*arguments: str, own_model: bool = False):
+        report = tmp_path / "report.json"
+        report.unlink(missing_ok=True)
+        common = ["--store-dir", str(tmp_path / "store"), "--report", str(report)]
+        if not own_model:
+            common += ["--model", str(model), "--raw"]
+        try:
+            code = main([*common, *arguments])
+        except SystemExit as exit_:  # argparse's own errors
+            code = int(exit_.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err, json.loads(report.read_text()) if report.exists() else None
+
+    return run
+
+
+def test_report_and_text(run) -> None:
+    code, out, err, report = run(
+        "--prompt", PROMPT, "--max-new-tokens", "12", "--ignore-eos", "--cache", "layer"
+    )
+    assert code == 0
+    assert {
+        "model", "policy", "plan", "plan_hash", "backend", "prompt_tokens", "generated", "ttft_s", "tpot_s",
+        "tokens_per_s", "compiles_during_decode", "memory", "io",
+    } <= report.keys()  # fmt: skip
+    (row,) = report["generated"]
+    assert len(row["token_ids"]) == 12
+    assert row["finish_reason"] == "length"
+    assert out == row["text"] + "\n"
+    assert report["policy"] == "layer"
+    assert report["compiles_during_decode"] == 0
+    assert Plan.from_json(json.dumps(report["plan"])).hash == report["plan_hash"]
+    memory = report["memory"]
+    assert memory["device"]["planned"] == memory["device"]["compiled"] > 0
+    assert memory["dram"]["planned"] == memory["dram"]["used"] > 0
+    assert memory["full_kv"] > 0
+    assert report["tpot_s"]["p90"] >= report["tpot_s"]["median"] > 0
+    assert "tokens/s" in err
+    assert "DRAM" in err
+
+
+def test_the_same_tokens_whatever_holds_the_kv(run) -> None:
+    arguments = ["--prompt", PROMPT, "--prompt", "a b", "--max-new-tokens", "40", "--ignore-eos"]
+    reports = []
+    for cache in (
+        ["--cache", "resident"],
+        ["--cache", "layer"],
+        ["--tier", "disk", "--physical-layers", "3"],
+    ):
+        code, out, _, report = run(*arguments, *cache)
+        assert code == 0
+        assert out.startswith("=== prompt 1 ===\n")
+        assert "\n=== prompt 2 ===\n" in out
+        reports.append(report)
+    tokens = [[row["token_ids"] for row in report["generated"]] for report in reports]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert reports[2]["io"]["bytes_read"] > 0
+    assert 0 < reports[2]["memory"]["disk"]["used"] <= reports[2]["memory"]["disk"]["planned"]
+
+
+def test_sampling_repeats_with_its_seed(run) -> None:
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "16", "--ignore-eos", "--temperature", "1.5"]
+    first, again, other = (run(*arguments, "--seed", seed)[3]["generated"] for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_stop_string(run) -> None:
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "24", "--ignore-eos"]
+    text = run(*arguments)[3]["generated"][0]["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    _, out, _, report = run(*arguments, "--stop", stop)
+    (row,) = report["generated"]
+    assert row["text"] == text[: text.index(stop)]
+    assert out == row["text"] + "\n"
+    assert row["finish_reason"] == "stop"
+    assert len(row["token_ids"]) < 24
+
+
+def test_prompt_files_and_flags_keep_their_order(run, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("one two three four five", encoding="utf-8")
+    mixed = ["--prompt", "x", "--prompt-file", str(file), "--prompt", "y z", "--max-new-tokens", "2"]
+    lengths = run(*mixed)[3]["prompt_tokens"]
+    alone = [
+        run("--prompt", text, "--max-new-tokens", "2")[3]["prompt_tokens"][0]
+        for text in ("x", file.read_text(), "y z")
+    ]
+    assert lengths == alone
+
+
+def test_dry_run_allocates_nothing(run, tmp_path: Path) -> None:
+    code, out, err, report = run("--prompt", PROMPT, "--tier", "disk", "--dry-run")
+    assert code == 0
+    plan = Plan.from_json(out)
+    assert plan.tier == "disk"
+    assert plan.hash in err
+    assert report is None
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_dry_runs_plan_can_be_used(run, tmp_path: Path) -> None:
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "8", "--ignore-eos"]
+    file = tmp_path / "plan.json"
+    file.write_text(run(*arguments, "--tier", "dram", "--physical-layers", "3", "--dry-run")[1])
+    code, _, _, report = run(*arguments, "--plan", str(file))
+    assert code == 0
+    assert report["plan"]["physical_layers"] == 3
+    assert report["generated"] == run(*arguments)[3]["generated"]
+
+
+def test_quiet(run) -> None:
+    code, out, err, _ = run("--prompt", PROMPT, "--max-new-tokens", "2", "--quiet", "--cache", "resident")
+    assert (code, err) == (0, "")
+    assert out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompt"),
+        (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt", "hi", "--prompt", ""], "prompt 2 is empty"),
+        (["--prompt-file", "/nonexistent"], "/nonexistent"),
+        (["--prompt", "hi", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--prompt", "hi", "--max-new-tokens", "9999"], "lower --max-new-tokens to"),
+        (["--prompt", "hi", "--max-context", "9999"], "use at most 256"),
+        (["--prompt", "hi", "--max-context", "5"], "over the limit of 5"),
+        (["--prompt", "hi", "--physical-layers", "1"], "at least 2"),
+        (["--prompt", "hi", "--physical-layers", "99"], "use 2 to 4"),
+        (["--prompt", "hi", "--cache", "resident", "--tier", "disk"], "contradicts"),
+        (["--prompt", "hi", "--cache", "resident", "--physical-layers", "2"], "contradicts"),
+        (["--prompt", "hi", "--cache", "nonsense"], "invalid choice"),
+        (["--prompt", "hi", "--chat", "--raw"], "not allowed with"),
+        (["--prompt", "hi", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "hi", "--top-p", "0.5"], "--temperature"),
+        (["--prompt", "hi", "--temperature", "1", "--top-p", "1.5"], "top_p must be"),
+        (["--prompt", "hi", "--temperature", "1", "--seed", "-1"], "seed must be"),
+        (["--prompt", "hi", "--device-memory", "lots"], "'lots' is not a size"),
+        (["--prompt", "hi", "--device-memory", "600KiB", "--cache", "resident"], "over the budget of 614400"),
+        (["--prompt", "hi", "--tier", "dram", "--dram-memory", "1KiB"], "bytes over the budget of 1024 bytes"),
+        (["--prompt", "hi", "--tier", "disk", "--disk-space", "1KiB"], "--disk-space"),
+        (["--prompt", "hi", "--report", "/nonexistent/report.json"], "cannot write the report"),
+        (["--prompt", "hi", "--plan", "/nonexistent.json"], "cannot read plan"),
+        (["--prompt", "hi", "--tier", "disk", "--store-dir", "/proc/nowhere"], "--store-dir"),
+    ],
+)  # fmt: skip
+def test_usage_errors(run, arguments: list[str], message: str) -> None:
+    code, out, err, report = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert len([line for line in err.splitlines() if "error:" in line]) == 1
+    assert out == ""
+    assert report is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bogus": 1}, "unknown field `bogus`"),
+        ({"layers": 30}, "its layers is 30, the model's 4"),
+        ({"batch": "many"}, "Expected `int`"),
+        ({"batch": 2}, "2 row(s)"),
+        ({"max_context": 4}, "less than the"),
+        ({"policy": "layer"}, "physical_layers must be at least 2"),
+    ],
+)
+def test_plans_that_cannot_be_used(run, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    plan = json.loads(run("--prompt", "hi", "--max-new-tokens", "4", "--cache", "resident", "--dry-run")[1])
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**plan, **change}))
+    code, _, err, _ = run("--prompt", "hi", "--max-new-tokens", "4", "--plan", str(file))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def _truncate(directory: Path) -> Path:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    return directory
+
+
+def _unknown_architecture(directory: Path) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _corrupt_gguf(directory: Path) -> Path:
+    path = directory / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda directory: directory / "missing", "no such model"),
+        (_truncate, "model.safetensors"),
+        (_corrupt_gguf, "model.gguf"),
+        (_unknown_architecture, "mamba"),
+    ],
+)
+def test_models_that_cannot_be_read(run, model: Path, tmp_path: Path, spoil, message: str) -> None:
+    source = spoil(Path(shutil.copytree(model, tmp_path / "model")))
+    code, out, err, report = run("--model", str(source), "--raw", "--prompt", "hi", own_model=True)
+    assert code == 1
+    assert message in err.lower()
+    assert "Traceback" not in err
+    assert out == ""
+    assert report is None
+
+
+def _command(model: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "swapkv_jax.decode", "--model", str(model), "--raw", *arguments]
+
+
+def test_full_disk_during_prefill(model: Path, tmp_path: Path) -> None:
+    """A file size limit stands in for a full disk: the reservation fails before anything is decoded."""
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    command = _command(model, "--prompt", PROMPT * 2, "--max-new-tokens", "8", "--tier", "disk", "--quiet",
+                       "--store-dir", str(store), "--report", str(report))  # fmt: skip
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert str(store) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not report.exists()
+    assert not list(store.glob("*.kv*"))
+
+
+def test_interrupt_in_the_middle(model: Path, tmp_path: Path) -> None:
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    command = _command(model, "--prompt", "hi", "--max-new-tokens", "250", "--ignore-eos", "--tier", "disk",
+                       "--quiet", "--store-dir", str(store), "--report", str(report))  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)  # the first token is out
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    text = err.decode()
+    if process.returncode == 0:
+        pytest.fail("decode ended before the signal arrived: give it more tokens")
+    assert process.returncode == 1
+    assert "interrupted" in text
+    assert "Traceback" not in text
+    assert not report.exists()
+    assert not list(store.glob("*.kv*"))
+
+
+def test_a_reader_that_leaves(model: Path) -> None:
+    command = _command(model, "--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos", "--quiet")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 1
+    assert "Traceback" not in err
+
+
+def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that changes on disk between two steps is never decoded from."""
+    from swapkv_jax.cache.disk import DiskLayerCache
+
+    start = DiskLayerCache.start
+
+    def damage(self: DiskLayerCache) -> None:
+        start(self)
+        path = self._files[0].path
+        raw = bytearray(path.read_bytes())
+        at = self._files[0].runs(1, 0, 1)[0].file_offset + 17
+        raw[at] ^= 0x40
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(raw[at : at + 1])
+            os.fsync(file.fileno())
+
+    monkeypatch.setattr(DiskLayerCache, "start", damage)
+    code, _, err, report = run("--prompt", PROMPT, "--max-new-tokens", "8", "--tier", "disk")
+    assert code == 1
+    assert "damaged" in err
+    assert "layer 1, group 0" in err
+    assert str(tmp_path / "store") in err
+    assert report is None
+
+
+def test_installed_command() -> None:
+    command = Path(sys.executable).with_name("swapkv-decode")
+    done = subprocess.run([str(command), "--help"], capture_output=True, text=True, check=True)
+    assert "--physical-layers" in done.stdout
+
+
+def test_help_needs_no_jax() -> None:
+    code = "import sys\nfrom swapkv_jax.options import make_parser\nmake_parser()\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
