@@ -165,7 +165,14 @@ class DiskLayerCache(LayerCache):
         self._staging.wait_reusable(slot)
         records = self._staging.records(slot)
         if piece.groups:
-            self._files[piece.row].read(piece.layer, piece.first_group, piece.groups, records[: piece.groups])
+            file = self._files[piece.row]
+            try:
+                file.read(piece.layer, piece.first_group, piece.groups, records[: piece.groups])
+            except BaseException:
+                # A later piece may be shorter than the slot: what it leaves of damaged values would get
+                # weight 0 in attention, and 0 × NaN is NaN.
+                records[...] = 0
+                raise
         if piece.rolling:
             records[piece.groups] = self._rolling[piece.layer, piece.row]
 
@@ -183,9 +190,9 @@ class DiskLayerCache(LayerCache):
             k, v, fence = fill(
                 k, v, self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group)
             )
+            self._slots[index] = (k, v)  # at once: the next piece may fail to be read
             self._staging.publish(slot, fence)
             self._read_ahead()
-        self._slots[index] = (k, v)
         return k, v
 
     def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
