@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
@@ -125,8 +125,9 @@ class LayerCache(abc.ABC):
     # ---- the end -------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        for index in range(len(self._streams)):
-            self._finish_stream(index)
+        # What is still streaming belongs to a prefill that was given up: nobody will read it, nor how it failed.
+        wait(stream for stream in self._streams if stream is not None)
+        self._streams = [None] * len(self._streams)
         self._close_sequences()
 
     def close(self) -> None:
