@@ -83,7 +83,8 @@ class AliasLayerCache(DramLayerCache):
     def _close_sequences(self) -> None:
         self._drop_views()
         for name in self._names:
-            self._pool.finish(name)
+            if name in self._pool:  # else the generation failed before it had any memory
+                self._pool.finish(name)
         self._names = []
 
     def _drop_views(self) -> None:
