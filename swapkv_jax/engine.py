@@ -78,12 +78,18 @@ class Engine:
             store_dir=store_dir or default_store_dir(),
             disk_limit=disk_limit,
         )
-        b, g = plan.batch, model.geometry
+        self._generation: Generation | None = None
+        self._closed = False
+        self._allocate_state()
+
+    def _allocate_state(self) -> None:
+        """The buffers that graphs hand on from step to step: new at the start, and after a step that failed
+        between taking one and giving it back."""
+        plan, b, g = self.plan, self.plan.batch, self.model.geometry
         self._x = zeros((b, g.hidden), plan.dtype)
         self._tokens, self._lengths = zeros((b,), "int32"), zeros((b,), "int32")
         self._logits = zeros((b, g.vocab), "float32")
         self._advance, self._forced = zeros((b,), "int32"), zeros((b,), "int32")
-        self._generation: Generation | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +102,7 @@ class Engine:
         if self._generation is not None:
             self._generation.close()
         self._cache.close()
+        self._closed = True
 
     def generate(
         self,
@@ -119,8 +126,11 @@ class Engine:
           random_prefill: give the prompts' tokens random keys and values, the same under every policy,
             instead of computing them. The text means nothing: for timing decode without a long prefill.
         Raises:
-          UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context.
+          UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context; or the engine
+            is closed.
         """
+        if self._closed:
+            raise UsageError("the engine is closed; make a new one")
         if self._generation is not None:
             self._generation.close()
         self._check(prompts, max_new_tokens, forced)
@@ -148,6 +158,9 @@ class Engine:
             raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         if forced is not None and (len(forced) != len(prompts) or min(map(len, forced)) < max_new_tokens):
             raise UsageError(f"forced needs {max_new_tokens} tokens for each of {len(prompts)} rows")
+        for row, tokens in enumerate(forced or ()):
+            if not all(0 <= token < vocab for token in tokens):
+                raise UsageError(f"forced tokens of row {row + 1} are outside 0 to {vocab - 1}")
         for row, prompt in enumerate(prompts):
             if not prompt:
                 raise UsageError(f"prompt {row + 1} is empty; give at least one token")
@@ -259,6 +272,9 @@ class Generation:
                 self.step_s.append(time.perf_counter() - started)
                 self.compiles_during_decode = compiles() - compiled
                 yield step
+        except BaseException:
+            self._engine._allocate_state()
+            raise
         finally:
             self._cache.finish()
 
