@@ -76,7 +76,7 @@ def make_plan(
         "group_tokens": group_tokens,
     }
     failures = []
-    for plan in _candidates(geometry, cache, tier, physical_layers or 2, platform, common, overrides):
+    for plan in _candidates(geometry, cache, tier, physical_layers, platform, common, overrides):
         plan.validate(geometry)
         short = shortfalls(plan, geometry, budgets)
         if not short:
@@ -91,7 +91,7 @@ def _candidates(
     geometry: Geometry,
     cache: CacheChoice,
     tier: TierChoice,
-    physical_layers: int,
+    physical_layers: int | None,
     platform: str,
     common: dict[str, Any],
     overrides: dict[str, Any],
@@ -107,6 +107,8 @@ def _candidates(
         # per graph run equally fast); elsewhere a step is one graph.
         size = 1 if platform == "cpu" else geometry.layers
         yield plan(policy="resident", layers_per_segment=size)
+    if physical_layers is None:
+        physical_layers = 2
     if cache == "auto" and geometry.layers < physical_layers:
         return
     transport: Transport = "alias" if platform == "cpu" else "copy"
@@ -114,8 +116,12 @@ def _candidates(
     for name in tiers if cache != "resident" else ():
         layer = plan(policy="layer", tier=name, transport=transport, physical_layers=physical_layers)
         if name == "disk":
-            size = staging_shape(layer.groups, layer.stride_bytes)
-            layer = msgspec.structs.replace(layer, staging_groups=size, staging_slots=8)
+            defaults = {
+                "staging_groups": staging_shape(layer.groups, layer.stride_bytes),
+                "staging_slots": 8,
+            }
+            missing = {name: value for name, value in defaults.items() if name not in overrides}
+            layer = msgspec.structs.replace(layer, **missing)
         yield layer
 
 
