@@ -24,6 +24,8 @@ Tier = Literal["dram", "disk"]
 Transport = Literal["alias", "copy"]
 DType = Literal["float32", "bfloat16", "float16"]
 
+SECTOR = 512  # bytes: the finest alignment that any disk takes for O_DIRECT
+
 ITEMSIZE: dict[str, int] = {
     "float32": 4,
     "bfloat16": 2,
@@ -252,6 +254,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name in ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.record_alignment < 1 or self.record_alignment % SECTOR:
+            raise PlanError(
+                f"record_alignment must be a multiple of {SECTOR} bytes, not {self.record_alignment}; "
+                f"use {PAGE}"
+            )
         if self.max_context > geometry.context_limit:
             raise PlanError(
                 f"max_context {self.max_context} is over the model's limit of {geometry.context_limit} tokens; "
@@ -284,6 +291,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(
                 f"physical_layers must be at least 2 (one computes while the next arrives), not {slots}; use 2"
             )
+        if self.layers < 2:
+            raise PlanError("policy layer needs a model of at least 2 layers, not 1; use policy resident")
         if slots > self.layers:
             raise PlanError(
                 f"physical_layers {slots} is more than the model's {self.layers} layers; "
