@@ -1,6 +1,6 @@
 """Attention of one layer over its cache, as XLA operations.
 
-Both functions take K as [.., Hkv, D, S] and V as [.., Hkv, S, D]. Scores and sums are float32 whatever the
+K lies as [.., Hkv, D, S] and V as [.., Hkv, S, D]. Scores and sums are float32 whatever the
 cache's dtype.
 """
 
@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-KEY_BLOCK = 512  # keys scored at a time during prefill; bounds the scores' temporary
+KEY_BLOCK = (
+    256  # keys scored at a time during prefill: with chunks as long, scores nearly fit a CPU's L2 cache
+)
+
+Sums = tuple[Array, Array, Array]  # of an online softmax: weighted values [.., D], weights [..], maximum [..]
 
 
 def attend(
@@ -42,52 +46,67 @@ def attend(
 
 def attend_chunk(
     q: Float[Array, "C Hkv R D"],
-    k: Float[Array, "Hkv D S"],
-    v: Float[Array, "Hkv S D"],
+    k_new: Float[Array, "Hkv D C"],
+    v_new: Float[Array, "Hkv C D"],
+    k: Float[Array, "rows Hkv D S"],
+    v: Float[Array, "rows Hkv S D"],
+    row: Int[Array, ""],
     start: Int[Array, ""],
 ) -> Float[Array, "C Hkv R D"]:
-    """One prefill chunk of one row: C queries at positions start.. over the keys up to their own.
+    """One prefill chunk: C queries at positions start.. over their row's first `start` cached tokens and,
+    causally, over the chunk's own.
 
-    The cache already holds the chunk's keys. Keys are visited block by block with an online softmax (Milakov
-    and Gimelshein 2018), and only as far as the chunk's last position, so that cost follows the prompt and
-    not the cache's capacity. The loop's length is data: prefill is not captured as a graph.
+    Keys are visited block by block with an online softmax (Milakov and Gimelshein 2018), straight from the
+    cache and no further than `start`, so that cost follows the prompt and not the capacity. The loop's length
+    is data: prefill is not captured as a graph. What lies beyond `start` in the cache takes no part: any K
+    there, even NaN, and any finite V.
     """
     chunk, heads, repeat, dim = q.shape
     size = k.shape[-1]
     block = min(KEY_BLOCK, size)
-    queries = q.transpose(1, 2, 0, 3).reshape(heads, repeat * chunk, dim)
-    positions = jnp.tile(start + jnp.arange(chunk), repeat)  # [R*C]
     scale = dim**-0.5
+    queries = q.transpose(1, 2, 0, 3).reshape(heads, repeat * chunk, dim)
+    zero = jnp.zeros((), jnp.int32)
 
-    def visit(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, total, top = carry
-        first = jnp.minimum(i * block, size - block)  # the last block may overlap the one before
-        k_block = jax.lax.dynamic_slice_in_dim(k, first, block, axis=2)
-        v_block = jax.lax.dynamic_slice_in_dim(v, first, block, axis=1)
-        keys = first + jnp.arange(block)
-        scores = jnp.einsum("kqd,kds->kqs", queries, k_block, preferred_element_type=jnp.float32) * scale
-        seen = (keys[None] <= positions[:, None]) & (keys >= i * block)[None]
-        scores = jnp.where(seen[None], scores, -jnp.inf)
+    def score(keys: Float[Array, "Hkv D N"]) -> Float[Array, "Hkv RC N"]:
+        return jnp.einsum("kqd,kds->kqs", queries, keys, preferred_element_type=jnp.float32)
+
+    def weigh(weights: Float[Array, "Hkv RC N"], values: Float[Array, "Hkv N D"]) -> Float[Array, "Hkv RC D"]:
+        weights = weights.astype(values.dtype)
+        return jnp.einsum("kqs,ksd->kqd", weights, values, preferred_element_type=jnp.float32)
+
+    def own() -> Sums:
+        seen = jnp.tile(jnp.tril(jnp.ones((chunk, chunk), bool)), (repeat, 1))
+        scores = jnp.where(seen, score(k_new), -jnp.inf)
+        top = scores.max(axis=-1)
+        weights = jnp.exp((scores - top[..., None]) * scale)
+        return weigh(weights, v_new), weights.sum(axis=-1), top
+
+    def merge(sums: Sums, scores: Float[Array, "Hkv RC N"], values: Float[Array, "Hkv N D"]) -> Sums:
+        out, total, top = sums
         new_top = jnp.maximum(top, scores.max(axis=-1))
-        # A query whose keys all lie in earlier blocks keeps its finite maximum; -inf never meets -inf
-        # because every query sees position 0 in the first block.
-        weights = jnp.exp(scores - new_top[..., None])
-        decay = jnp.exp(top - new_top)
-        part = jnp.einsum(
-            "kqs,ksd->kqd", weights.astype(v.dtype), v_block, preferred_element_type=jnp.float32
-        )
-        return out * decay[..., None] + part, total * decay + weights.sum(axis=-1), new_top
+        weights = jnp.exp((scores - new_top[..., None]) * scale)
+        decay = jnp.exp((top - new_top) * scale)
+        return out * decay[..., None] + weigh(weights, values), total * decay + weights.sum(axis=-1), new_top
 
-    blocks = (start + chunk + block - 1) // block
-    out, total, _ = jax.lax.fori_loop(
-        0,
-        jnp.minimum(blocks, -(-size // block)),
-        visit,
-        (
-            jnp.zeros((heads, repeat * chunk, dim), jnp.float32),
-            jnp.zeros((heads, repeat * chunk), jnp.float32),
-            jnp.full((heads, repeat * chunk), -jnp.inf, jnp.float32),
-        ),
-    )
+    def cached(first: Int[Array, ""]) -> tuple[Float[Array, "Hkv D N"], Float[Array, "Hkv N D"]]:
+        keys = jax.lax.dynamic_slice(k, (row, zero, zero, first), (1, heads, dim, block))
+        values = jax.lax.dynamic_slice(v, (row, zero, first, zero), (1, heads, block, dim))
+        return keys[0], values[0]
+
+    def whole(i: Int[Array, ""], sums: Sums) -> Sums:
+        keys, values = cached(i * block)
+        return merge(sums, score(keys), values)  # every query sees all of it: masking would cost two passes
+
+    def rest(sums: Sums) -> Sums:
+        begin = start // block * block
+        first = jnp.minimum(begin, size - block)  # the row's last block may overlap the one before
+        keys, values = cached(first)
+        at = first + jnp.arange(block)
+        return merge(sums, jnp.where((at >= begin) & (at < start), score(keys), -jnp.inf), values)
+
+    # Own keys come first: every query sees itself there, so that no maximum is -inf from then on.
+    sums = jax.lax.fori_loop(0, start // block, whole, own())
+    out, total, _ = jax.lax.cond(start % block > 0, rest, lambda sums: sums, sums)
     out = (out / total[..., None]).astype(q.dtype).reshape(heads, repeat, chunk, dim)
     return out.transpose(2, 0, 1, 3)

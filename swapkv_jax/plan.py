@@ -81,7 +81,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       transport: `alias` where device memory is host memory and a slot can be the pool itself, else `copy`.
       layers_per_segment: consecutive layers compiled as one static graph (policy `resident`; one for
         `layer`, whose unit of motion is a layer).
-      prefill_chunks: prompt tokens per prefill call; the smallest that holds the rest of a prompt is used.
+      prefill_chunks: prompt tokens per prefill call, the sizes that a prompt is cut into; the largest bounds
+        the temporaries of prefill.
       staging_groups: records per staging slot, staging_slots: how many such slots (tier `disk`).
       record_alignment: bytes that a record's length is rounded up to; a multiple of what O_DIRECT asks for.
       io_threads: readers and writers of the disk store.
@@ -100,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tier: Tier | None = None
     transport: Transport | None = None
     layers_per_segment: int = 1
-    prefill_chunks: tuple[int, ...] = (64, 512)
+    prefill_chunks: tuple[int, ...] = (64, 256)
     staging_groups: int | None = None
     staging_slots: int | None = None
     record_alignment: int = PAGE
