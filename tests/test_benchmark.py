@@ -1,0 +1,174 @@
+"""tools/benchmark.py on a tiny checkpoint: its rows, its peers, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny import tiny_checkpoint
+
+from swapkv_jax import load_model, make_plan
+
+TOOLS = Path(__file__).parents[1] / "tools"
+CONTEXT, BATCH, STEPS = 70, 2, 3  # one whole group of 64 tokens per row, and a few
+ROW_KEYS = {
+    "policy", "peer", "context", "batch", "tier", "tpot_s", "tpot_p90_s", "tokens_per_s", "ttft_s", "kv_bytes",
+    "full_kv_bytes", "reuse_rate", "bytes_read_per_step", "wait_fraction", "floor_s",
+}  # fmt: skip
+MACHINE_KEYS = {
+    "cpu", "cores", "memory_bytes", "memory_bytes_per_s", "disk_bytes_per_s", "jax", "python", "date",
+}  # fmt: skip
+Run = Callable[..., tuple[int, str, str, Any]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("benchmark"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    machine = importlib.import_module("machine")
+    monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
+    monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
+    return importlib.import_module("benchmark")
+
+
+@pytest.fixture
+def run(benchmark: ModuleType, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the tool; returns exit code, stdout, stderr and the report (None where nothing was written)."""
+
+    def run(*flags: str) -> tuple[int, str, str, Any]:
+        out = tmp_path / "out.json"
+        base = ["--model", str(checkpoint), "--context", str(CONTEXT), "--steps", str(STEPS)]
+        base += ["--store-dir", str(tmp_path / "store"), "--json", str(out)]
+        try:
+            code = benchmark.main([*base, *flags])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        text = capfd.readouterr()
+        return code, text.out, text.err, json.loads(out.read_text()) if out.exists() else None
+
+    return run
+
+
+def test_rows(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _, report = run("--batch", str(BATCH), "--tier", "dram,disk")
+    assert code == 0
+    assert report["machine"].keys() >= MACHINE_KEYS
+    assert report["machine"]["disk_bytes_per_s"] > 1e6
+    rows = report["rows"]
+    assert [(row["policy"], row["tier"]) for row in rows] == [
+        ("resident", None),
+        ("layer", "dram"),
+        ("layer", "disk"),
+    ]
+    geometry = load_model(str(checkpoint)).geometry
+    new = 1 + 2 + STEPS  # the prefill's, the warm-up's, the timed
+    for row in rows:
+        assert row.keys() >= ROW_KEYS
+        assert (row["context"], row["batch"], row["peer"], row["reuse_rate"]) == (CONTEXT, BATCH, None, None)
+        assert 0 < row["tpot_s"] <= row["tpot_p90_s"]
+        assert row["tokens_per_s"] == pytest.approx(BATCH / row["tpot_s"])
+        assert row["ttft_s"] > row["tpot_s"]
+        assert row["full_kv_bytes"] == BATCH * (CONTEXT + new) * geometry.kv_bytes_per_token(4)
+        assert row["tokens_as_first"] == new
+        assert row["compiles_during_decode"] == 0
+        assert row["floor_s"] > 0
+        assert str(round(row["tpot_s"] * 1e3, 1)) in out
+    resident, dram, disk = rows
+    assert dram["ratio_to"].keys() == {"resident", "layer disk"}
+    assert resident["kv_bytes"]["device"] >= resident["full_kv_bytes"]
+    assert resident["kv_bytes"]["dram"] == dram["kv_bytes"]["device"] == 0
+    assert dram["kv_bytes"]["dram"] >= dram["full_kv_bytes"]
+    assert 0 < disk["kv_bytes"]["device"] < disk["kv_bytes"]["disk"]
+    assert resident["bytes_read_per_step"] is dram["bytes_read_per_step"] is None
+    plan = make_plan(geometry, cache="layer", tier="disk", batch=BATCH, max_context=CONTEXT + new)
+    assert disk["bytes_read_per_step"] == geometry.layers * BATCH * plan.stride_bytes
+    assert 0 <= disk["wait_fraction"] < 1
+    assert disk["plain_reader_bytes_per_s"] > 1e6
+    assert disk["ratio_to_plain_reader"] > 0
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_random_prefill_is_the_same_under_every_policy(run: Run) -> None:
+    code, out, _, report = run("--prefill", "random", "--tier", "dram,disk")
+    assert code == 0
+    assert report["prefill"] == "random"
+    assert "random prefill" in out
+    for row in report["rows"]:
+        assert row["ttft_s"] is None
+        assert row["tokens_as_first"] == 3 + STEPS
+        assert row["tpot_s"] > 0
+
+
+def test_every_batch(run: Run) -> None:
+    code, _, _, report = run("--policies", "resident", "--context", "5", "--batch", "1,2", "--steps", "1")
+    assert code == 0
+    assert [(row["context"], row["batch"]) for row in report["rows"]] == [(5, 1), (5, 2)]
+    assert report["machine"]["disk_bytes_per_s"] is None
+
+
+def test_prompt_file(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the rain in the west is on the eaves and in the halls " * 20)
+    code, _, _, report = run("--policies", "resident", "--prompt-file", str(text))
+    assert (code, report["prompt"]) == (0, "text.txt")
+    code, _, err, _ = run("--policies", "resident", "--prompt-file", str(text), "--batch", "90")
+    assert code == 2
+    assert "give a longer text" in err
+
+
+def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, err, report = run("--policies", "resident", "--peers", "transformers")
+    assert code == 0
+    line = 'transformers: skipped (not installed; pip install "swapkv-jax[goldens]")'
+    assert line in err
+    assert line in out
+    assert report["skipped"].keys() == {"transformers"}
+    assert [row["peer"] for row in report["rows"]] == [None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--policies", "resident,paged"], 2, "unknown policy 'paged'; known: resident, layer"),
+        (["--tier", "tape"], 2, "unknown tier 'tape'"),
+        (["--peers", "vllm"], 2, "unknown peer 'vllm'; known: transformers"),
+        (["--steps", "0"], 2, "'0' is not a positive number"),
+        (["--context", "12,x"], 2, "'x' is not a positive number"),
+        (["--context", "4000"], 2, "use at most 256"),
+        (["--physical-layers", "1"], 2, "physical_layers must be at least 2"),
+        (["--dtype", "int8"], 2, "supported: float32"),
+        (["--json", "/no/such/place/out.json"], 2, "give --json a file"),
+        (["--store-dir", "/proc/none"], 2, "choose another --store-dir"),
+        (["--prompt-file", "/no/such/text"], 2, "give --prompt-file a UTF-8 text"),
+        (["--model", "/no/such/model"], 1, "no such model"),
+    ],
+)
+def test_bad_flags(run: Run, flags: list[str], code: int, message: str) -> None:
+    got, out, err, report = run(*flags)
+    assert got == code
+    assert message in err
+    assert (out, report) == ("", None)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied-bias", "mistral", "qwen2", "qwen3-bias"])
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_transformers_decodes_the_same(run: Run, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model = tiny_checkpoint(name, tmp_path / name)
+    code, _, _, report = run("--model", str(model), "--peers", "transformers", "--policies", "layer")
+    assert code == 0
+    ours, theirs = report["rows"]
+    assert (theirs["peer"], theirs["policy"], theirs["tier"]) == ("transformers", None, None)
+    assert theirs["tokens_as_first"] == ours["tokens_as_first"] == 3 + STEPS
+    assert ours["ratio_to"]["transformers"] == pytest.approx(1 / theirs["ratio_to"]["layer dram"], rel=1)
