@@ -15,9 +15,10 @@ import numpy as np
 from swapkv_jax.cache import CacheUse, make_cache
 from swapkv_jax.compile_counter import compiles
 from swapkv_jax.errors import UsageError
+from swapkv_jax.graph import scalar
 from swapkv_jax.models import Model
 from swapkv_jax.plan import Plan
-from swapkv_jax.program import compile_program, scalar
+from swapkv_jax.program import compile_program
 from swapkv_jax.random_kv import put_random
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.staging import fetch, zeros

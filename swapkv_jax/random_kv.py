@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from swapkv_jax.program import scalar
+from swapkv_jax.graph import scalar
 
 
 def put_random(k: jax.Array, v: jax.Array, row: int, length: int, seed: int) -> tuple[jax.Array, jax.Array]:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from swapkv_jax import Engine, make_plan
 from swapkv_jax import attention as attention_module
 from swapkv_jax.attention import attend_chunk
+from swapkv_jax.graph import Graph
 from swapkv_jax.models import Geometry
 from swapkv_jax.models.blocks import split_block
-from swapkv_jax.program import Graph, Program, _prefill
+from swapkv_jax.program import Program, _prefill
 
 ROWS, HEADS, REPEAT, DIM, SIZE, BLOCK = 2, 2, 3, 8, 44, 16  # the last of three blocks would end past SIZE
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}

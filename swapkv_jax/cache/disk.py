@@ -13,8 +13,9 @@ import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.graph import scalar
 from swapkv_jax.models.blocks import Params
-from swapkv_jax.program import Program, scalar
+from swapkv_jax.program import Program
 from swapkv_jax.staging import StagingRing, zeros
 from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
 
