@@ -114,14 +114,14 @@ def _candidates(
     transport: Transport = "alias" if platform == "cpu" else "copy"
     tiers: tuple[Tier, ...] = ("dram", "disk") if tier == "auto" else (tier,)
     for name in tiers if cache != "resident" else ():
-        layer = plan(policy="layer", tier=name, transport=transport, physical_layers=physical_layers)
-        if name == "disk":
-            defaults = {
-                "staging_groups": staging_shape(layer.groups, layer.stride_bytes),
-                "staging_slots": 8,
-            }
-            missing = {name: value for name, value in defaults.items() if name not in overrides}
-            layer = msgspec.structs.replace(layer, **missing)
+        staging = {"staging_groups": 1, "staging_slots": 8} if name == "disk" else {}
+        layer = plan(
+            policy="layer", tier=name, transport=transport, physical_layers=physical_layers, **staging
+        )
+        if staging and "staging_groups" not in overrides:
+            layer.validate(geometry)  # the shape derives from sizes that must be sound
+            size = staging_shape(layer.groups, layer.stride_bytes)
+            layer = msgspec.structs.replace(layer, staging_groups=size)
         yield layer
 
 
@@ -179,6 +179,6 @@ def parse_size(text: str) -> int:
         value = float(number) * units[unit]
     except (ValueError, KeyError):
         raise UsageError(f"{text!r} is not a size; write it like 512MiB, 2GB or 1073741824") from None
-    if not 0 < value < 2**63:
+    if not 1 <= value < 2**63:
         raise UsageError(f"{text!r} is not a usable size; write it like 512MiB, 2GB or 1073741824")
     return int(value)
