@@ -63,5 +63,6 @@ def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
     order = jnp.sort(logits, axis=-1, descending=True)
     mass = jnp.cumsum(jax.nn.softmax(order, axis=-1), axis=-1)
     kept = jnp.sum(mass < top_p, axis=-1, keepdims=True)  # index of the last token kept
+    kept = jnp.minimum(kept, logits.shape[-1] - 1)  # the rounded sum of all may stay under top_p
     least = jnp.take_along_axis(order, kept, axis=-1)
     return jnp.where(logits >= least, logits, -jnp.inf)
