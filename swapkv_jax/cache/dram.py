@@ -130,9 +130,20 @@ class PinnedLayerCache(DramLayerCache):
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
         self._arriving.clear()
 
+    def _prefill_ring(self) -> list[Slot]:
+        """Decode's slot and as many more as decode has layers arriving: no memory beyond the plan's."""
+        plan = self._plan
+        k_shape, v_shape = plan.layer_shapes(plan.batch)
+        others = range((plan.physical_layers or 0) - 1)
+        return [self._slot, *((zeros(k_shape, plan.dtype), zeros(v_shape, plan.dtype)) for _ in others)]
+
+    def _release_ring(self) -> None:
+        if self._ring:
+            self._slot, self._ring = self._ring[0], []
+
     def start(self) -> None:
         super().start()
-        self._ring = []
+        self._release_ring()
         for layer in range((self._plan.physical_layers or 0) - 1):
             self._request(layer)
 
@@ -151,6 +162,7 @@ class PinnedLayerCache(DramLayerCache):
         self._request((layer + (self._plan.physical_layers or 0) - 1) % self._plan.layers)
 
     def _close_sequences(self) -> None:
+        self._release_ring()
         self._arriving.clear()
 
     def close(self) -> None:
