@@ -1,0 +1,242 @@
+"""Calibration: the adapter of a model, by singular value decomposition of the keys a text gives rise to.
+
+The keys come out of the prefill graphs that decode with any policy uses, so they are the cache's own: after
+the key norm, bias and RoPE, in the model's dtype. Only each layer's Gram matrix KᵀK is kept of them; its
+eigenvectors are K's right singular vectors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from swapkv_jax.adapter import Adapter, NoAdapterError, adapter_directory, digest_text
+from swapkv_jax.errors import ModelError, UsageError
+from swapkv_jax.graph import scalar
+from swapkv_jax.models import Model
+from swapkv_jax.models.weights import Progress
+from swapkv_jax.plan import DType
+from swapkv_jax.planner import make_plan
+from swapkv_jax.program import Program, compile_program
+from swapkv_jax.sampling import Sampling
+from swapkv_jax.staging import read_only_view, zeros
+
+TOKENS, WINDOW = 16_384, 2_048
+# KVSwap's most generous setting is an eighth of N = 1,024. More than this is only worth its bytes in tests.
+LARGEST_DEFAULT_RANK = 256
+_CHARACTERS_PER_TOKEN = 16  # more than text has, so that a huge file is not tokenised to its end
+_BAR = "calibrate (layers)"
+
+
+def calibrate(
+    model: Model,
+    text: str,
+    *,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
+    rank: int | None = None,
+    progress: Progress | None = None,
+) -> Adapter:
+    """The adapter of `model` for the keys of the first `tokens` tokens of `text`.
+
+    The text is cut into windows, each a prompt of its own at positions 0 to `window` - 1; the last window may
+    be shorter and counts like the others. Memory, besides the weights: one window's activations, one layer's
+    KV and L·N² float64 (N = Hkv·D), whatever the number of tokens.
+
+    Args:
+      tokens: at most; a shorter text is used whole.
+      window: tokens per window, at most: a model with a shorter context takes windows of that length.
+      rank: vectors to keep per layer (default: N, but no more than 256).
+      progress: called as (what, layers of windows done, in all).
+    Raises:
+      UsageError: a number that cannot work, or a text with fewer tokens than `rank`.
+      ModelError: keys that are not finite in the model's dtype.
+    """
+    geometry = model.geometry
+    size = geometry.kv_heads * geometry.head_dim
+    if rank is None:
+        rank = min(size, LARGEST_DEFAULT_RANK)
+    if not 1 <= rank <= size:
+        raise UsageError(f"rank {rank} is not possible: keys have {size} dimensions; use 1 to {size}")
+    if window < 1:
+        raise UsageError(f"window must be at least 1 token, not {window}")
+    ids = _encode(model, text, tokens)
+    if len(ids) < rank:
+        raise UsageError(
+            f"{len(ids)} tokens of calibration text cannot fill {rank} dimensions; "
+            "give a longer text, more tokens or a lower rank"
+        )
+    window = min(window, len(ids), geometry.context_limit)
+    grams = _gram_matrices(model, [ids[i : i + window] for i in range(0, len(ids), window)], window, progress)
+    vectors = np.empty((geometry.layers, size, rank), np.float32)
+    spectrum = np.empty((geometry.layers, size), np.float64)
+    for layer, gram in enumerate(grams):
+        spectrum[layer], vectors[layer] = _decompose(gram, rank)
+    return Adapter(
+        vectors=vectors,
+        spectrum=spectrum,
+        fingerprint=model.fingerprint,
+        text_digest=digest_text(text),
+        tokens=len(ids),
+    )
+
+
+def ensure_adapter(
+    model: Model,
+    *,
+    directory: Path | None = None,
+    text: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[Adapter, str]:
+    """The adapter kept for `model`, calibrated and saved first if need be, and a note that says which it was.
+
+    Of several processes that need it, one calibrates while the others wait for it.
+
+    Args:
+      directory: where it is kept (default: by fingerprint in the user's cache).
+      text: what it must have been calibrated on; None takes a saved one of any text, and `default_text()`
+        where none is saved.
+    Raises:
+      UsageError: see `calibrate`.
+      ModelError: the place cannot be used, or holds a damaged adapter or another model's. (In the user's
+        cache such an adapter is replaced.)
+    """
+    place = adapter_directory(model.fingerprint) if directory is None else Path(directory)
+    digest = None if text is None else digest_text(text)
+    adapter, why = _saved(place, model.fingerprint, digest, replaceable=directory is None)
+    if adapter is None:
+        with _calibrating(place):
+            # Another process may have made it while this one waited.
+            adapter, why = _saved(place, model.fingerprint, digest, replaceable=directory is None)
+            if adapter is None:
+                adapter = calibrate(model, default_text() if text is None else text, progress=progress)
+                adapter.save(place)
+                what = "the default text" if text is None else "the given text"
+                return (
+                    adapter,
+                    f"adapter: calibrated on {adapter.tokens} tokens of {what} ({why}), kept in {place}",
+                )
+    return adapter, f"adapter: loaded from {place} (calibrated on {adapter.tokens} tokens)"
+
+
+def default_text() -> str:
+    """English prose that every Python has: the topics of its `help()`, sorted by name (over 400 kB)."""
+    # Imported here: half a megabyte that only this function needs.
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _encode(model: Model, text: str, tokens: int) -> list[int]:
+    if tokens < 1:
+        raise UsageError(f"tokens must be at least 1, not {tokens}")
+    ids: list[int] = []
+    for characters in (tokens * _CHARACTERS_PER_TOKEN, len(text)):
+        ids = model.tokenizer.encode(text[:characters], chat=False)
+        if len(ids) >= tokens or characters >= len(text):
+            break
+    return ids[:tokens]
+
+
+def _gram_matrices(
+    model: Model, windows: Sequence[list[int]], capacity: int, progress: Progress | None
+) -> np.ndarray:
+    """float64 [L, N, N]: KᵀK of each layer, summed over all windows' tokens."""
+    geometry = model.geometry
+    plan = make_plan(
+        geometry,
+        cache="resident",
+        max_context=capacity,
+        dtype=cast(DType, model.dtype),
+        layers_per_segment=1,  # the decode graphs are not used here, so the one that compiles fastest
+    )
+    program = compile_program(plan, geometry, Sampling())
+    params = jax.tree.map(jax.device_put, model.params)
+    k, v = (zeros(shape, plan.dtype) for shape in plan.layer_shapes(1))
+    size = geometry.kv_heads * geometry.head_dim
+    grams = np.zeros((geometry.layers, size, size), np.float64)
+    done, total = 0, len(windows) * geometry.layers
+    for ids in windows:
+        hidden = _embed(program, params, ids)
+        for layer in range(geometry.layers):
+            # Every layer may use the same K and V: prefill reads only what it has written for this window.
+            hidden, k, v = _run_layer(program, params["layers"][layer], hidden, k, v, len(ids))
+            keys = read_only_view(k)[0].reshape(size, -1)[:, : len(ids)].astype(np.float64)
+            grams[layer] += keys @ keys.T
+            if not 0 < np.trace(grams[layer]) < np.inf:
+                raise ModelError(
+                    f"layer {layer}: keys are all zero or not finite in {model.dtype}; "
+                    "calibrate in float32, or check the weights"
+                )
+            done += 1
+            if progress is not None:
+                progress(_BAR, done, total)
+    return grams
+
+
+def _embed(program: Program, params: Any, ids: list[int]) -> list[jax.Array]:
+    """The window's chunks [C, H], padded as the graphs want them."""
+    hidden = []
+    for start, size in program.chunks(len(ids)):
+        tokens = np.zeros(size, np.int32)
+        part = ids[start : start + size]
+        tokens[: len(part)] = part
+        hidden.append(program.embed[size](params["embed"], tokens))
+    return hidden
+
+
+def _run_layer(
+    program: Program, layer: Any, hidden: list[jax.Array], k: jax.Array, v: jax.Array, length: int
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    out = []
+    for x, (start, size) in zip(hidden, program.chunks(length), strict=True):
+        x, k, v = program.prefill[size](layer, x, k, v, scalar(0), scalar(start), scalar(length))
+        out.append(x)
+    return out, k, v
+
+
+def _decompose(gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues [N], largest first, and the first `rank` eigenvectors [N, rank], of settled sign."""
+    values, vectors = np.linalg.eigh(gram)
+    values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1][:, :rank]
+    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0)
+    return values, (vectors * np.sign(largest)).astype(np.float32)
+
+
+def _saved(
+    place: Path, fingerprint: str, text_digest: str | None, *, replaceable: bool
+) -> tuple[Adapter | None, str]:
+    """The adapter in `place` if it will do, else None and why not."""
+    try:
+        adapter = Adapter.load(place, fingerprint)
+    except NoAdapterError:
+        return None, "none was saved"
+    except ModelError as error:
+        if not replaceable:
+            raise
+        return None, f"the saved one was of no use: {error}"
+    if text_digest not in (None, adapter.text_digest):
+        return None, "the saved one was of another text"
+    return adapter, ""
+
+
+@contextlib.contextmanager
+def _calibrating(place: Path) -> Iterator[None]:
+    """One process at a time. Apart from the adapter's own lock, which readers of an older one may hold."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = (place / "calibrating.lock").open("w")
+    except OSError as error:
+        raise ModelError(
+            f"{place}: cannot keep an adapter there ({error.strerror}); "
+            "make it writable, or set XDG_CACHE_HOME to a writable directory"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
