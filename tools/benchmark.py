@@ -198,6 +198,7 @@ def _timings(sample: Samples, batch: int) -> dict[str, Any]:
     rates = np.divide(sample.read_bytes, sample.seconds) if sample.read_bytes else np.array([])
     return {
         "tpot_s": tpot,
+        "tpot_min_s": min(sample.seconds),
         "tpot_p90_s": float(np.percentile(sample.seconds, 90)),
         "tokens_per_s": batch / tpot,
         "bytes_read_per_step": _median(sample.step_bytes),
