@@ -1,0 +1,274 @@
+"""The plan: JSON, hash, refusals, and what its sizes must satisfy whatever the choices. No compilation."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from engines import geometry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swapkv_jax import Plan, PlanError
+from swapkv_jax.models import Geometry
+from swapkv_jax.plan import Tier, staging_shape
+from swapkv_jax.tiers import planned_file_bytes
+
+PAGE = 4096
+GEOMETRY = geometry()
+RESIDENT = Plan(policy="resident", layers=7, kv_heads=2, head_dim=16, batch=2, max_context=200)
+DRAM = msgspec.structs.replace(RESIDENT, policy="layer", tier="dram", transport="alias", physical_layers=2)
+DISK = msgspec.structs.replace(DRAM, tier="disk", staging_groups=3, staging_slots=2)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
+    """Any valid plan and a geometry it is for."""
+    kv_heads, repeat = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    g = geometry(
+        layers=draw(st.integers(2, 90)),
+        heads=kv_heads * repeat,
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 80)),
+        max_positions=200_000,
+    )
+    fields: dict[str, Any] = {
+        "layers": g.layers,
+        "kv_heads": g.kv_heads,
+        "head_dim": g.head_dim,
+        "batch": draw(st.integers(1, 16)),
+        "max_context": draw(st.integers(1, 200_000)),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        "group_tokens": draw(st.integers(1, 512)),
+        "prefill_chunks": tuple(draw(st.lists(st.integers(1, 4096), min_size=1, max_size=4))),
+        "record_alignment": draw(st.sampled_from([512, 4096, 65536])),
+        "io_threads": draw(st.integers(1, 64)),
+    }
+    if draw(st.booleans()):
+        plan = Plan(policy="resident", layers_per_segment=draw(st.integers(1, g.layers)), **fields)
+    else:
+        tier: Tier = draw(st.sampled_from(["dram", "disk"]))
+        if tier == "disk":
+            fields["staging_groups"] = draw(st.integers(1, 300))
+            fields["staging_slots"] = draw(st.integers(2, 16))
+        plan = Plan(
+            policy="layer",
+            tier=tier,
+            transport=draw(st.sampled_from(["alias", "copy"])),
+            physical_layers=draw(st.integers(2, g.layers)),
+            **fields,
+        )
+    return plan, g
+
+
+# --- JSON and hash ---
+
+
+@given(plans(), plans())
+def test_json_round_trip(one: tuple[Plan, Geometry], other: tuple[Plan, Geometry]) -> None:
+    plan, again = one[0], Plan.from_json(one[0].to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.hash == plan.hash
+    assert hash(again) == hash(plan)
+    assert (plan.hash == other[0].hash) == (plan == other[0])
+
+
+def test_hash_is_stable() -> None:
+    """Over processes and versions: reports and tuned plans refer to it."""
+    assert RESIDENT.hash == Plan.from_json(RESIDENT.to_json()).hash
+    assert len(RESIDENT.hash) == 16
+    reordered = json.dumps(dict(reversed(json.loads(RESIDENT.to_json()).items())))
+    assert Plan.from_json(reordered).hash == RESIDENT.hash
+    defaults_left_out = (
+        '{"policy":"resident","layers":7,"kv_heads":2,"head_dim":16,"batch":2,"max_context":200}'
+    )
+    assert Plan.from_json(defaults_left_out).hash == RESIDENT.hash
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"colour": "red"}, "unknown field `colour`"),
+        ({"batch": "2"}, "Expected `int`, got `str` - at `\\$.batch`"),
+        ({"batch": 2.5}, "Expected `int`, got `float` - at `\\$.batch`"),
+        ({"batch": None}, "Expected `int`, got `null` - at `\\$.batch`"),
+        ({"policy": "paged"}, "Invalid enum value 'paged' - at `\\$.policy`"),
+        ({"dtype": "int8"}, "Invalid enum value 'int8' - at `\\$.dtype`"),
+        ({"tier": "tape"}, "Invalid enum value 'tape' - at `\\$.tier`"),
+        ({"version": 2}, "Invalid enum value 2 - at `\\$.version`"),
+        ({"prefill_chunks": [64, "x"]}, "Expected `int`, got `str` - at `\\$.prefill_chunks\\[(1|...)\\]`"),
+    ],
+)
+def test_json_that_is_no_plan(change: dict[str, Any], words: str) -> None:
+    text = json.dumps({**json.loads(RESIDENT.to_json()), **change})
+    with pytest.raises(PlanError, match=words) as caught:
+        Plan.from_json(text, source="p.json")
+    message = str(caught.value)
+    assert message.startswith("p.json is not a plan: ")
+    assert "\n" not in message
+    assert "the fields are version, policy, " in message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '"resident"', "{}", b"\xff\xfe", b'{"policy": "\xff"}']
+)
+def test_text_that_is_no_plan(text: str | bytes) -> None:
+    with pytest.raises(PlanError, match="is not a plan: "):
+        Plan.from_json(text)
+
+
+# --- refusals ---
+
+BAD: list[tuple[Plan, dict[str, Any], str, str]] = [
+    *[
+        (
+            plan,
+            {name: value},
+            f"its {name} is {value}, the model's {getattr(RESIDENT, name)}",
+            "make a plan for",
+        )
+        for plan in (RESIDENT, DRAM, DISK)
+        for name, value in {"layers": 8, "kv_heads": 4, "head_dim": 32}.items()
+    ],
+    *[
+        (plan, {name: value}, f"{name} must be at least 1, not {value}", "at least 1")
+        for plan in (RESIDENT, DRAM)
+        for name in ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads")
+        for value in (0, -3)
+    ],
+    (RESIDENT, {"max_context": 257}, "max_context 257 is over the model's limit of 256", "use at most 256"),
+    (RESIDENT, {"prefill_chunks": ()}, "one or more positive sizes", "one or more positive sizes"),
+    (RESIDENT, {"prefill_chunks": (64, 0)}, "not [64, 0]", "one or more positive sizes"),
+    (DISK, {"record_alignment": 0}, "record_alignment must be a multiple of 512 bytes, not 0", "use 4096"),
+    (DISK, {"record_alignment": 1000}, "not 1000", "use 4096"),
+    (RESIDENT, {"physical_layers": 2}, "physical_layers means nothing under policy resident", "leave it out"),
+    (RESIDENT, {"tier": "dram"}, "tier means nothing under policy resident", "leave it out"),
+    (RESIDENT, {"transport": "copy"}, "transport means nothing under policy resident", "leave it out"),
+    (RESIDENT, {"staging_groups": 1}, "staging_groups means nothing", "leave it out"),
+    (RESIDENT, {"staging_slots": 2}, "staging_slots means nothing", "leave it out"),
+    (RESIDENT, {"layers_per_segment": 8}, "8 is more than the model's 7 layers", "use at most 7"),
+    (DRAM, {"physical_layers": None}, "physical_layers must be at least 2", "use 2"),
+    (DRAM, {"physical_layers": 1}, "physical_layers must be at least 2", "not 1; use 2"),
+    (DRAM, {"physical_layers": 8}, "8 is more than the model's 7 layers", "use 2 to 7, or policy resident"),
+    (DRAM, {"layers_per_segment": 2}, "layers_per_segment must be 1, not 2", "must be 1"),
+    (DRAM, {"tier": None}, "needs a tier", "dram or disk"),
+    (DRAM, {"transport": None}, "a transport", "alias or copy"),
+    (DRAM, {"staging_groups": 1}, "belong to tier disk", "leave them out"),
+    (DRAM, {"staging_slots": 2}, "belong to tier disk", "leave them out"),
+    (DISK, {"staging_groups": None}, "staging_groups of at least 1", "at least 1"),
+    (DISK, {"staging_groups": 0}, "staging_groups of at least 1", "at least 1"),
+    (DISK, {"staging_slots": 1}, "staging_slots of at least 2", "at least 2"),
+]
+
+
+@pytest.mark.parametrize(("plan", "change", "what", "remedy"), BAD)
+def test_validate_refuses(plan: Plan, change: dict[str, Any], what: str, remedy: str) -> None:
+    """Each refusal is one line that says what is wrong and what would work; `buffers` and `memory` refuse too."""
+    plan.validate(GEOMETRY)
+    bad = msgspec.structs.replace(plan, **change)
+    for check in (bad.validate, bad.buffers, bad.memory):
+        with pytest.raises(PlanError) as caught:
+            check(GEOMETRY)
+        message = str(caught.value)
+        assert what in message
+        assert remedy in message
+        assert "\n" not in message
+
+
+def test_a_model_of_one_layer() -> None:
+    one = geometry(layers=1)
+    msgspec.structs.replace(RESIDENT, layers=1).validate(one)
+    with pytest.raises(PlanError, match="at least 2 layers, not 1; use policy resident"):
+        msgspec.structs.replace(DRAM, layers=1).validate(one)
+
+
+# --- sizes ---
+
+
+@given(plans())
+def test_sizes(case: tuple[Plan, Geometry]) -> None:
+    """What prefill, the pool, staging and the store rely on."""
+    plan, g = case
+    plan.validate(g)
+    token = g.kv_heads * g.head_dim * plan.itemsize  # bytes of one token's K in one layer
+    assert plan.capacity >= plan.max_context
+    assert plan.capacity % plan.group_tokens == 0
+    assert plan.groups * plan.group_tokens == plan.capacity
+    unit = plan.group_tokens
+    if plan.tier == "dram":
+        assert plan.capacity * token % PAGE == 0, "a row's K is a block of the pool"
+        unit = math.lcm(unit, PAGE // math.gcd(PAGE, token))
+    if plan.tier == "disk":
+        assert plan.staging_groups is not None
+        assert plan.groups % plan.staging_groups == 0, "a whole piece fits behind any other"
+        unit *= plan.staging_groups
+    assert plan.capacity - plan.max_context < unit, "no more than rounding asks for"
+    assert plan.full_kv_bytes == plan.batch * plan.max_context * g.kv_bytes_per_token(plan.itemsize)
+    assert plan.payload_bytes == 2 * token * plan.group_tokens
+    assert plan.stride_bytes > plan.payload_bytes
+    assert plan.stride_bytes % plan.record_alignment == 0
+    assert plan.stride_bytes - plan.payload_bytes < plan.record_alignment + 64
+    assert (plan.segments - 1) * plan.layers_per_segment < g.layers <= plan.segments * plan.layers_per_segment
+
+
+@given(plans())
+def test_buffers_add_up(case: tuple[Plan, Geometry]) -> None:
+    plan, g = case
+    buffers = plan.buffers(g)
+    memory = plan.memory(g)
+    assert len({buffer.name for buffer in buffers}) == len(buffers)
+    total = memory.device + memory.aliased + memory.prefill + memory.dram + memory.disk
+    assert sum(buffer.bytes for buffer in buffers) == total
+    row = 2 * g.kv_heads * g.head_dim * plan.capacity * plan.itemsize  # K and V of one layer's row
+    layer = plan.batch * row
+    state = plan.batch * (g.hidden * plan.itemsize + 4 * 4 + g.vocab * 4)
+    state += 2 * plan.batch * g.layers * g.kv_heads * g.head_dim * plan.itemsize  # each layer's new K and V
+    if plan.policy == "resident":
+        assert (memory.device, memory.aliased) == (state + g.layers * layer, 0)
+        assert (memory.prefill, memory.dram, memory.disk) == (0, 0, 0)
+        return
+    assert plan.physical_layers is not None
+    slots = plan.physical_layers * layer
+    if plan.tier == "dram" and plan.transport == "alias":
+        assert (memory.device, memory.aliased) == (state, slots)
+        assert memory.prefill == plan.physical_layers * row
+    else:
+        assert (memory.device, memory.aliased, memory.prefill) == (state + slots, 0, 0)
+    if plan.tier == "dram":
+        assert (memory.dram, memory.disk) == (g.layers * layer, 0)
+    else:
+        assert plan.staging_slots is not None
+        assert plan.staging_groups is not None
+        records = plan.staging_slots * plan.staging_groups + g.layers * plan.batch
+        assert memory.dram == records * plan.stride_bytes
+        file = planned_file_bytes(g.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
+        assert memory.disk == plan.batch * file
+        assert memory.disk >= plan.batch * g.layers * plan.groups * plan.stride_bytes
+
+
+@given(st.integers(1, 20_000), st.integers(512, 4 << 20))
+def test_staging_shape(groups: int, stride: int) -> None:
+    """Near a mebibyte, and rounding a row up to whole pieces never adds more than a piece."""
+    size = staging_shape(groups, stride)
+    assert 1 <= size <= groups
+    assert size * stride <= 2 << 20 or size == 1
+    assert size == groups or (size + 1) * stride * 2 >= 1 << 20 or size * stride * 3 >= 1 << 20
+    assert -(-groups // size) * size - groups < size
+    target = max(1, min(groups, (1 << 20) // stride))
+    assert -(-groups // size) * size <= -(-groups // target) * target, "the target itself wastes no less"
+
+
+def test_the_papers_sums() -> None:
+    """SwapKV's slides: 163,840 bytes per token of Llama-3-70B at one byte; its 24-layer example at 1.5 GB."""
+    llama70 = geometry(layers=80, heads=64, kv_heads=8, head_dim=128, max_positions=131072)
+    assert llama70.kv_bytes_per_token(1) == 163_840
+    plan = msgspec.structs.replace(
+        DRAM, layers=80, kv_heads=8, head_dim=128, batch=1, max_context=30_000, dtype="float16"
+    )
+    assert plan.full_kv_bytes == 30_000 * 163_840 * 2
+    whole, two = plan.memory(llama70).dram, plan.memory(llama70).aliased
+    assert whole == 40 * two

@@ -1,0 +1,238 @@
+"""The fence of a staging slot, under a consumer so slow that a slot filled too early is always caught."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import Decoded, assert_same, decode, layer_plan, prompts_of, resident_plan
+
+from swapkv_jax import Engine
+from swapkv_jax.graph import Graph, Shape
+from swapkv_jax.models import Model
+from swapkv_jax.program import _fill_records
+from swapkv_jax.staging import StagingRing, alias, fetch, host_view, pinned, read_only_view, to_device, zeros
+from swapkv_jax.tiers import DiskStore, Syscalls, aligned_buffer
+
+SHAPE = (4, 256)
+
+
+def burn(rounds: int) -> jax.Array:
+    """0 as int32, after a chain of products that no compiler shortens."""
+
+    def product(_: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x)
+
+    x = jax.lax.fori_loop(0, rounds, product, jnp.full((96, 96), 0.01, jnp.float32))
+    return jnp.isnan(x[0, 0]).astype(jnp.int32)
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - started
+
+
+def rounds_for(target_s: float) -> int:
+    """How many rounds of `burn` take about that long here."""
+    probe = 300
+    compiled = jax.jit(partial(burn, probe)).lower().compile()
+    compiled()
+    return max(1, int(probe * target_s / seconds(compiled)))
+
+
+def no_fence(self: StagingRing, slot: int) -> None:
+    pass
+
+
+# --- the ring alone ---
+
+
+@pytest.fixture(scope="module")
+def slow_consumer() -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """Computes for about 60 ms and only then reads the staging array: its content, and a fence."""
+    rounds = rounds_for(0.06)
+
+    def consume(staging: jax.Array) -> tuple[jax.Array, jax.Array]:
+        late = burn(rounds)
+        return jax.lax.dynamic_slice_in_dim(staging, late, SHAPE[0]) + 0.0, late
+
+    return jax.jit(consume).lower(Shape(SHAPE, jnp.float32)).compile()
+
+
+def carried(
+    consume: Callable[..., tuple[jax.Array, jax.Array]], transport: Literal["alias", "copy"], turns: int
+) -> list[float]:
+    """What arrives when turn t writes t all over a slot, two slots in turn; -1 where a record is torn."""
+    ring = StagingRing(2, SHAPE, "float32", transport)
+
+    def fill(turn: int) -> None:
+        ring.wait_reusable(turn % 2)
+        ring.buffers[turn % 2][...] = turn
+
+    out = []
+    with ThreadPoolExecutor(2) as io:
+        reads = {turn: io.submit(fill, turn) for turn in range(2)}
+        for turn in range(turns):
+            reads[turn].result()
+            content, fence = consume(ring.arrived(turn % 2))
+            out.append(content)
+            ring.publish(turn % 2, fence)
+            if turn + 2 < turns:
+                reads[turn + 2] = io.submit(fill, turn + 2)
+    contents = [np.asarray(content) for content in out]
+    return [float(c[0, 0]) if (c == c[0, 0]).all() else -1.0 for c in contents]
+
+
+@pytest.mark.parametrize("transport", ["alias", "copy"])
+def test_the_fence_holds(slow_consumer: Any, transport: Literal["alias", "copy"]) -> None:
+    assert carried(slow_consumer, transport, 8) == list(range(8))
+
+
+def test_without_the_fence_it_fails(slow_consumer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is, the test above would see it: the consumer reads what was meant for a later turn."""
+    monkeypatch.setattr(StagingRing, "wait_reusable", no_fence)
+    assert carried(slow_consumer, "alias", 8) != list(range(8))
+
+
+def test_each_slot_waits_for_its_own_last_consumer() -> None:
+    class Fence:
+        waits = 0
+
+        def block_until_ready(self) -> None:
+            self.waits += 1
+
+    first, last, other = Fence(), Fence(), Fence()
+    ring = StagingRing(3, SHAPE, "float32", "alias")
+    for slot, fence in ((0, first), (0, last), (1, other)):
+        ring.publish(slot, fence)  # pyright: ignore[reportArgumentType]
+    ring.wait_reusable(2)  # nothing reads it yet
+    assert (first.waits, last.waits, other.waits) == (0, 0, 0)
+    ring.wait_reusable(0)
+    assert (first.waits, last.waits, other.waits) == (0, 1, 0)
+
+
+# --- the disk cache ---
+
+PROMPTS, NEW = (21, 6), 7
+
+
+@pytest.fixture(scope="module")
+def expected(deep: Model) -> Decoded:
+    with Engine(deep, resident_plan(deep, 2)) as engine:
+        return decode(engine, prompts_of(*PROMPTS), NEW)
+
+
+class SlowDisk(Syscalls):
+    """Records arrive late and out of order."""
+
+    def __init__(self) -> None:
+        self._random, self._lock = random.Random(0), threading.Lock()
+
+    def read_at(self, descriptor: int, buffer: np.ndarray, offset: int) -> int:
+        with self._lock:
+            pause = self._random.choice([0.0, 0.0, 0.001, 0.006])
+        time.sleep(pause)
+        return super().read_at(descriptor, buffer, offset)
+
+
+@pytest.fixture
+def slow_disk() -> Iterator[None]:
+    with patch("swapkv_jax.cache.make.DiskStore", partial(DiskStore, syscalls=SlowDisk())):
+        yield
+
+
+def tiny_pieces(deep: Model, slots: int) -> Any:
+    return layer_plan(
+        deep, "disk-alias", 2, physical_layers=3, staging_groups=1, staging_slots=slots, io_threads=4
+    )
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_a_slow_disk(deep: Model, expected: Decoded, slots: int, tmp_path: Path) -> None:
+    with Engine(deep, tiny_pieces(deep, slots), store_dir=tmp_path) as engine:
+        assert_same(decode(engine, prompts_of(*PROMPTS), NEW), expected)
+
+
+def slow_fills(engine: Engine, rounds: int) -> Graph:
+    """The engine's fill, which burns before it reads the records."""
+    plan = engine.plan
+    fill = _fill_records(plan)
+
+    def slow(k: Any, v: Any, records: Any, row: Any, first_group: Any) -> Any:
+        late = burn(rounds)
+        return fill(k, v, jax.lax.dynamic_slice_in_dim(records, late, records.shape[0]), row, first_group)
+
+    k, v = (Shape(shape, jnp.float32) for shape in plan.layer_shapes(plan.batch))
+    records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), jnp.float32)
+    scalar = Shape((), jnp.int32)
+    return Graph("slow fill", slow, [k, v, records, scalar, scalar], (0, 1))
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_fills_slower_than_reads(
+    deep: Model, expected: Decoded, fenced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right with the fence; without it the very same run is caught out."""
+    if not fenced:
+        monkeypatch.setattr(StagingRing, "wait_reusable", no_fence)
+    with Engine(deep, tiny_pieces(deep, 2), store_dir=tmp_path) as engine:
+        engine.program.fill = slow_fills(engine, rounds_for(0.005))
+        decoded = decode(engine, prompts_of(*PROMPTS), NEW)
+    if fenced:
+        assert_same(decoded, expected)
+    else:
+        assert not np.array_equal(decoded.logits, expected.logits)
+
+
+# --- buffers ---
+
+
+def test_alias_is_the_buffer() -> None:
+    view = aligned_buffer(4096).view(np.float32)
+    view[...] = 1
+    array = alias(view)
+    assert array.unsafe_buffer_pointer() == view.ctypes.data
+    view[3] = 7
+    assert fetch(array)[3] == 7
+
+
+def test_views_and_copies() -> None:
+    array = zeros((3, 5), "bfloat16")
+    view = host_view(array)
+    view[1, 2] = 4
+    assert float(array[1, 2]) == 4
+    assert read_only_view(array)[1, 2] == 4
+    copy = fetch(array)
+    view[1, 2] = 5
+    assert copy[1, 2] == 4
+
+
+def test_pinned_memory_goes_to_the_device() -> None:
+    array, view = pinned((2, 3), "float32")
+    assert array.sharding.memory_kind == "pinned_host"
+    view[...] = np.arange(6).reshape(2, 3)
+    arrived = to_device(array)
+    assert arrived.sharding.memory_kind != "pinned_host"
+    np.testing.assert_array_equal(arrived, view)
+
+
+def test_a_new_ring_is_finite_and_aligned() -> None:
+    ring = StagingRing(3, (5, 128), "float32", "alias")
+    assert len(ring) == 3
+    for slot in range(3):
+        assert (ring.buffers[slot] == 0).all()
+        assert ring.records(slot).shape == (5, 512)
+        assert ring.records(slot).ctypes.data == ring.arrived(slot).unsafe_buffer_pointer()
