@@ -46,6 +46,8 @@ def device_bytes(engine: Engine) -> DeviceBytes:
             if size and count:
                 arguments = program.segments[size].memory.arguments
                 compiled += count * (arguments - size * layer_weights - shared)
+    elif program.group is not None:
+        compiled += plan.layers * (program.group.segment.memory.arguments - layer_weights - shared)
     else:
         new = buffers["new.0"]
         slot = program.segments[1].memory.arguments - layer_weights - shared - new

@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from swapkv_jax.errors import PlanError, SwapKVError, UsageError
 from swapkv_jax.options import check_flags, make_parser, prompt_text
 from swapkv_jax.talk import Talk
@@ -74,6 +76,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         print(plan.to_json())
         print(describe_plan(plan, source.geometry), file=sys.stderr)
         return
+    reference_plan = _reference_plan(options, source, plan)
     say(describe_plan(plan, source.geometry))
 
     from swapkv_jax.engine import Engine
@@ -85,19 +88,47 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     )
     with say.bars() as progress:
         model = source.load(plan.dtype, progress)
+    adapter = None
+    if plan.policy == "group":
+        from swapkv_jax.calibration import ensure_adapter
+
+        with say.bars() as progress:
+            adapter, note = ensure_adapter(model, progress=progress)
+        say(note)
     disk_limit = parse_size(options.disk_space) if options.disk_space else None
-    with Engine(model, plan, sampling=sampling, store_dir=options.store_dir, disk_limit=disk_limit) as engine:
+    logits: list[Any] = []
+    with Engine(
+        model,
+        plan,
+        sampling=sampling,
+        store_dir=options.store_dir,
+        disk_limit=disk_limit,
+        adapter=adapter,
+    ) as engine:
         say(f"compiled in {engine.program.compile_s:.1f} s")
-        generation, rows = _generate(options, engine, sampling, prompts, say)
+        generation, rows = _generate(options, engine, sampling, prompts, say, logits)
         report = build_report(engine, generation, prompts, rows)
+    if reference_plan is not None:
+        from swapkv_jax.quality import compare_with
+
+        say(f"comparing with {reference_plan.policy} on the same {len(logits)} tokens")
+        with Engine(model, reference_plan) as reference:
+            quality = compare_with(reference, prompts, [row.token_ids for row in rows], logits)
+        report["quality"] = msgspec.to_builtins(quality)
     say(summarise(report))
     if options.report:
         write_report(report, options.report)
 
 
 def _generate(
-    options: argparse.Namespace, engine: Any, sampling: Any, prompts: list[list[int]], say: Talk
+    options: argparse.Namespace,
+    engine: Any,
+    sampling: Any,
+    prompts: list[list[int]],
+    say: Talk,
+    logits: list[Any],
 ) -> Any:
+    """Decodes and streams the text; with --compare every step's logits are added to `logits`."""
     from swapkv_jax.text import OrderedOutput, RowText
 
     def write(text: str) -> None:
@@ -111,12 +142,15 @@ def _generate(
             max_new_tokens=options.max_new_tokens,
             sampling=sampling,
             ignore_eos=options.ignore_eos,
+            return_logits=options.compare is not None,
             on_prefill=lambda done, total: progress("prefill (layers)", done, total),
         )
         steps = iter([next(generation)])
     output = OrderedOutput(len(rows), write)
     for some in (steps, generation):
         for step in some:
+            if step.logits is not None:
+                logits.append(step.logits)
             for row, token in enumerate(step.tokens):
                 if token is None:
                     continue
@@ -139,8 +173,6 @@ def _encode(tokenizer: Tokenizer, text: str, chat: bool, number: int) -> list[in
 
 
 def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[int]]) -> Plan:
-    import jax
-
     from swapkv_jax.memory_limits import available_memory
     from swapkv_jax.planner import Budgets, make_plan, parse_size, shortfalls
 
@@ -154,7 +186,7 @@ def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[i
             f"{options.max_new_tokens} new ones is over the limit of {limit}; shorten it or lower "
             f"--max-new-tokens to {max(limit - longest, 0)} or less"
         )
-    platform = jax.default_backend()
+    platform = _platform()
     sizes = {name: getattr(options, name) for name in ("device_memory", "dram_memory", "disk_space")}
     parsed = {name.split("_")[0]: parse_size(size) for name, size in sizes.items() if size is not None}
     budgets = Budgets(**parsed, host=available_memory() if platform == "cpu" else None)
@@ -184,6 +216,30 @@ def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[i
         platform=platform,
         budgets=budgets,
     )
+
+
+def _reference_plan(options: argparse.Namespace, source: ModelSource, plan: Plan) -> Plan | None:
+    """What --compare holds the result against; PlanError now if that does not fit."""
+    if options.compare is None:
+        return None
+    from swapkv_jax.memory_limits import available_memory
+    from swapkv_jax.planner import Budgets, make_plan
+
+    return make_plan(
+        source.geometry,
+        cache=options.compare,
+        batch=plan.batch,
+        max_context=plan.max_context,
+        dtype=plan.dtype,
+        platform=_platform(),
+        budgets=Budgets(host=available_memory() if _platform() == "cpu" else None),
+    )
+
+
+def _platform() -> str:
+    import jax
+
+    return jax.default_backend()
 
 
 def _load_plan(name: str) -> Plan:

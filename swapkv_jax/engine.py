@@ -12,7 +12,9 @@ from typing import Self
 import jax
 import numpy as np
 
+from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse, make_cache
+from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.compile_counter import compiles
 from swapkv_jax.errors import UsageError
 from swapkv_jax.graph import scalar
@@ -56,12 +58,14 @@ class Engine:
         sampling: Sampling = GREEDY,
         store_dir: Path | None = None,
         disk_limit: int | None = None,
+        adapter: Adapter | None = None,
     ):
         """Compiles the plan for `sampling` and allocates its buffers.
 
         Args:
           store_dir: directory of the disk store (default: in the user's cache); only tier `disk` uses it.
           disk_limit: bytes the store may take (default: what the disk has).
+          adapter: of policy `group` (default: the one kept for this model, calibrated first if there is none).
         Raises:
           PlanError: the plan does not fit the model. TierError, UsageError: a tier has no room or no right.
         """
@@ -73,11 +77,14 @@ class Engine:
         plan.validate(model.geometry)
         self.params = jax.tree.map(jax.device_put, model.params)
         self.program = compile_program(plan, model.geometry, sampling)
+        if plan.policy == "group" and adapter is None:
+            adapter, self.adapter_note = ensure_adapter(model)
         self._cache = make_cache(
             self.program,
             fingerprint=model.fingerprint,
             store_dir=store_dir or default_store_dir(),
             disk_limit=disk_limit,
+            adapter=adapter,
         )
         self._generation: Generation | None = None
         self._closed = False

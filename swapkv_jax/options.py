@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a row before this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
-    add("--cache", choices=["auto", "resident", "layer"], help="where KV lives: all on the device, or two "
+    add("--cache", choices=["auto", "resident", "layer", "group"], help="where KV lives: all on the device, or two "
         "layers of it (default auto: resident if it fits)")  # fmt: skip
     add(
         "--tier",
@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--disk-space", metavar="SIZE", help="budget of the disk tier")
     add("--store-dir", type=Path, metavar="DIR", help="directory of the disk store")
     add("--report", type=Path, metavar="FILE", help="write a JSON report")
+    add("--compare", choices=["resident"], help="then decode the same tokens again and report what was lost")
     add("--dry-run", action="store_true", help="print the plan and its bytes per tier, allocate nothing")
     add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
     parser.set_defaults(prompts=None)

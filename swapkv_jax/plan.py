@@ -15,11 +15,12 @@ import msgspec
 
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.selection import Selection
 from swapkv_jax.tiers import planned_file_bytes
 from swapkv_jax.tiers.direct_io import PAGE
 from swapkv_jax.tiers.record import record_stride
 
-Policy = Literal["resident", "layer"]
+Policy = Literal["resident", "layer", "group"]
 Tier = Literal["dram", "disk"]
 Transport = Literal["alias", "copy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -70,7 +71,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What is fixed before the first token. Hashable; `to_json`/`from_json` round-trip exactly.
 
     Attributes:
-      policy: `resident` (whole KV on the device) or `layer` (`physical_layers` layers of it).
+      policy: `resident` (whole KV on the device), `layer` (`physical_layers` layers of it), or `group`
+        (selected groups of it, see `selection`).
       layers, kv_heads, head_dim: the geometry the plan was made for; `validate` compares them.
       batch: rows decoded together.
       max_context: tokens a row may reach, prompt and answer together.
@@ -86,6 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       staging_groups: records per staging slot, staging_slots: how many such slots (tier `disk`).
       record_alignment: bytes that a record's length is rounded up to; a multiple of what O_DIRECT asks for.
       io_threads: readers and writers of the disk store.
+      selection: the choices that only policy `group` has.
     """
 
     version: Literal[1] = 1
@@ -106,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     staging_slots: int | None = None
     record_alignment: int = PAGE
     io_threads: int = 4
+    selection: Selection | None = None
 
     # ---- derived sizes -------------------------------------------------------------------------------
 
@@ -152,8 +156,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def slot_rows(self) -> int:
-        """Rows of a device slot that prefill fills: the batch, or one where decode reads the pool itself."""
-        return 1 if self.transport == "alias" and self.tier == "dram" else self.batch
+        """Rows of a device slot that prefill fills: the batch, or one where decode has no such slots."""
+        own = self.policy == "group" or (self.transport == "alias" and self.tier == "dram")
+        return 1 if own else self.batch
 
     def layer_shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's K [rows, Hkv, D, S] and V [rows, Hkv, S, D].
@@ -183,6 +188,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.policy == "resident":
             yield from self._layers("kv", self.layers, b, "device")
             return
+        if self.policy == "group":
+            yield from self._group_buffers()
+            return
         slots = self.physical_layers or 0
         if self.tier == "disk":
             yield from self._layers("slot", slots, b, "device")
@@ -196,13 +204,40 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             yield from self._layers("slot", 1, b, "device")
             yield from self._layers("arriving", slots - 1, b, "device")
 
+    @property
+    def prefill_slots(self) -> int:
+        """Layers whose KV prefill holds on the device: one computes while the other streams out."""
+        return self.physical_layers or 2
+
+    def _group_buffers(self) -> Iterator[Buffer]:
+        s, b, dt = self.selection, self.batch, self.dtype
+        assert s is not None
+        pool = (b, self.kv_heads, s.reuse_slots + 1, self.group_tokens * self.head_dim)
+        rolling = (b, self.kv_heads, self.group_tokens, self.head_dim)
+        values = self.stride_bytes // self.itemsize
+        for i in range(self.layers):
+            for part in "kv":
+                yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
+                yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
+            yield Buffer(name=f"summary.{i}", shape=(b, s.rank, self.capacity), dtype=dt, tier="device")
+            yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
+            yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
+            adapter = (self.kv_heads * self.head_dim, s.rank)
+            yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
+            yield Buffer(name=f"staging.{i}", shape=(s.load_buckets[-1], values), dtype=dt, tier="dram")
+        yield from self._layers("prefill", self.prefill_slots, 1, "device", phase="prefill")
+        yield from self._record_buffers()
+
     def _disk_buffers(self) -> Iterator[Buffer]:
         values = self.stride_bytes // self.itemsize
         for i in range(self.staging_slots or 0):
             yield Buffer(
                 name=f"staging.{i}", shape=(self.staging_groups or 0, values), dtype=self.dtype, tier="dram"
             )
-        rolling = (self.layers, self.batch, values)
+        yield from self._record_buffers()
+
+    def _record_buffers(self) -> Iterator[Buffer]:
+        rolling = (self.layers, self.batch, self.stride_bytes // self.itemsize)
         yield Buffer(name="rolling", shape=rolling, dtype=self.dtype, tier="dram")
         file_bytes = planned_file_bytes(self.layers, self.groups, self.payload_bytes, self.record_alignment)
         for row in range(self.batch):
@@ -269,10 +304,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(
                 f"prefill_chunks must be one or more positive sizes, not {list(self.prefill_chunks)}"
             )
+        if self.selection is not None and self.policy != "group":
+            raise PlanError(f"selection belongs to policy group, not {self.policy}; leave it out")
         if self.policy == "resident":
             self._validate_resident()
-        else:
+        elif self.policy == "layer":
             self._validate_layer()
+        else:
+            self._validate_group()
 
     def _validate_resident(self) -> None:
         for name in ("physical_layers", "tier", "transport", "staging_groups", "staging_slots"):
@@ -284,6 +323,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(
                 f"layers_per_segment {self.layers_per_segment} is more than the model's {self.layers} layers; "
                 f"use at most {self.layers}"
+            )
+
+    def _validate_group(self) -> None:
+        if self.selection is None:
+            raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
+        self.selection.validate(self.kv_heads * self.head_dim)
+        if self.tier != "disk" or self.transport is None:
+            raise PlanError("policy group needs tier disk and a transport (alias or copy)")
+        for name in ("physical_layers", "staging_groups", "staging_slots"):
+            if getattr(self, name) is not None:
+                raise PlanError(f"{name} means nothing under policy group; leave it out, or use policy layer")
+        if self.layers_per_segment != 1:
+            raise PlanError(
+                f"policy group selects by the layer: layers_per_segment must be 1, not {self.layers_per_segment}"
             )
 
     def _validate_layer(self) -> None:

@@ -12,8 +12,9 @@ from swapkv_jax.errors import PlanError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import ITEMSIZE, DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.selection import Selection
 
-CacheChoice = Literal["auto", "resident", "layer"]
+CacheChoice = Literal["auto", "resident", "layer", "group"]
 TierChoice = Literal["auto", "dram", "disk"]
 
 
@@ -32,6 +33,7 @@ class Budgets:
 
 
 NO_LIMITS = Budgets()
+SELECTION = Selection(selected_groups=100, reuse_slots=100, rank=16)
 
 
 def make_plan(
@@ -43,7 +45,7 @@ def make_plan(
     max_context: int | None = None,
     dtype: DType = "float32",
     physical_layers: int | None = None,
-    group_tokens: int = 64,
+    group_tokens: int | None = None,
     platform: str = "cpu",
     budgets: Budgets = NO_LIMITS,
     **overrides: Any,
@@ -73,7 +75,7 @@ def make_plan(
         "batch": batch,
         "max_context": max_context,
         "dtype": dtype,
-        "group_tokens": group_tokens,
+        "group_tokens": group_tokens or (4 if cache == "group" else 64),
     }
     failures = []
     for plan in _candidates(geometry, cache, tier, physical_layers, platform, common, overrides):
@@ -112,6 +114,11 @@ def _candidates(
     if cache == "auto" and geometry.layers < physical_layers:
         return
     transport: Transport = "alias" if platform == "cpu" else "copy"
+    if cache == "group":
+        yield plan(
+            policy="group", tier="disk", transport=transport, selection=overrides.pop("selection", SELECTION)
+        )
+        return
     tiers: tuple[Tier, ...] = ("dram", "disk") if tier == "auto" else (tier,)
     for name in tiers if cache != "resident" else ():
         staging = {"staging_groups": 1, "staging_slots": 8} if name == "disk" else {}
@@ -129,6 +136,11 @@ def describe(plan: Plan) -> str:
     """A plan's policy in a few words."""
     if plan.policy == "resident":
         return "resident"
+    if plan.selection is not None:
+        s = plan.selection
+        return (
+            f"group ({s.selected_groups} of up to {plan.groups} groups of {plan.group_tokens}, rank {s.rank})"
+        )
     return f"layer (tier {plan.tier}, {plan.physical_layers} physical layers)"
 
 

@@ -12,15 +12,13 @@ group, N = S/G groups. Scores are float32 whatever the dtype of queries and summ
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from swapkv_jax.errors import PlanError
-
-Aggregate = Literal["sum", "softmax"]
+from swapkv_jax.selection import Aggregate
 
 
 def summarise(k: Float[Array, "*b Hkv D n"], adapter: Float[Array, "HkvD r"]) -> Float[Array, "*b r n"]:

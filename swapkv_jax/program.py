@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from swapkv_jax.attention import attend, attend_chunk
 from swapkv_jax.graph import Graph, Shape
+from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
@@ -35,6 +36,7 @@ class Program:
     `head` (params, x, tokens, lengths, logits, advance, forced) → x, tokens, lengths, logits: moves lengths
         on, chooses the next token (or takes `forced` where it is not negative) and embeds it
     `assign` (old [B], new [B]) → new at the address of old: how the host sets lengths and the like
+    `group` the graphs of policy `group`, which has no `segments`
     `fill` the copy of a layer, or of a staging slot's records, into a device slot; see the functions below
     """
 
@@ -48,6 +50,7 @@ class Program:
     assign: Graph
     append: Graph | None
     fill: Graph | None
+    group: GroupGraphs | None
     compile_s: float = 0.0
     _head_arguments: list[Any] = field(default_factory=list)
 
@@ -77,7 +80,8 @@ class Program:
     @property
     def decode_graphs(self) -> tuple[Graph, ...]:
         """Every graph that a decode step runs."""
-        graphs = (*self.segments.values(), *self.head.values(), self.append, self.fill)
+        own = self.group.all if self.group is not None else ()
+        graphs = (*self.segments.values(), *own, *self.head.values(), self.append, self.fill)
         return tuple(graph for graph in graphs if graph is not None)
 
 
@@ -105,8 +109,9 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         prefill[c] = Graph("prefill", _prefill(block), arguments, (1, 2, 3))
         take[c] = Graph("take", _take, [x, chunk, scalar, scalar], (0,))
 
+    group = compile_group_graphs(plan, block, h) if plan.policy == "group" else None
     segments = {}
-    for n in _segment_sizes(plan):
+    for n in _segment_sizes(plan) if group is None else ():
         arguments = [[block.params] * n, x, [k] * n, [v] * n, [new] * n, rows]
         segments[n] = Graph("segment", _segment(block), arguments, (1, 4))
 
@@ -114,10 +119,10 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
     if plan.policy == "resident":
         count = plan.layers
         append = Graph("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
-    if plan.tier == "disk":
+    elif plan.policy == "layer" and plan.tier == "disk":
         records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
         fill = Graph("fill", _fill_records(plan), [k, v, records, scalar, scalar], (0, 1))
-    elif plan.transport == "copy":
+    elif plan.policy == "layer" and plan.transport == "copy":
         fill = Graph("fill", _fill_layer, [k, v, k, v], (0, 1))
 
     logits = Shape((b, geometry.vocab), jnp.float32)
@@ -136,6 +141,7 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         assign=Graph("assign", _assign, [rows, rows], (0,)),
         append=append,
         fill=fill,
+        group=group,
         _head_arguments=[head_params, x, rows, rows, logits, rows, rows],
     )
     program.prepare_head(sampling)

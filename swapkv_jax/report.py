@@ -71,6 +71,13 @@ def build_report(
             "writes": use.writes,
             "retries": use.retries,
             "wait_s": use.wait_s,
+            "read_s": use.read_s,
+            "hidden_fraction": max(0.0, 1.0 - use.wait_s / use.read_s) if use.read_s else None,
+            "groups_selected": use.groups_selected,
+            "groups_read": use.groups_read,
+            "reuse_rate": use.reuse_rate,
+            "overflow_loads": use.overflow_loads,
+            "summary_bytes": use.summary_bytes,
         },
         "notes": list(use.notes),
     }
@@ -118,6 +125,16 @@ def summarise(report: dict[str, Any]) -> str:
         lines.append(
             f"  read {format_bytes(io['bytes_read'])} in {io['reads']} reads, wrote "
             f"{format_bytes(io['bytes_written'])}; waited {io['wait_s']:.2f} s for reads"
+        )
+    if io["reuse_rate"] is not None:
+        lines.append(
+            f"  attended {io['groups_selected']} groups, {io['reuse_rate']:.1%} of them still in their slots; "
+            f"summary {format_bytes(io['summary_bytes'])}"
+        )
+    if quality := report.get("quality"):
+        lines.append(
+            f"  against {quality['reference']} on {quality['tokens']} tokens: KL {quality['kl']:.4f}, "
+            f"top-1 agreement {quality['top1']:.1%}"
         )
     return "\n".join([*lines, *(f"  note: {note}" for note in report["notes"])])
 

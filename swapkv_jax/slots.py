@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from swapkv_jax.errors import PlanError
-
-Replacement = Literal["fifo", "lru"]
+from swapkv_jax.selection import Replacement
 
 IN_USE = np.iinfo(np.int64).max  # the age of a slot that must not be taken
 LANDED = 0  # the ticket of a slot that no read is on its way to

@@ -9,6 +9,7 @@ fence), and what a program reads is never what the host writes meanwhile (`engin
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -84,6 +85,11 @@ def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.zeros(shape, dtype, device=device_sharding())
 
 
+def put(values: np.ndarray) -> jax.Array:
+    """A device array of its own with these values."""
+    return jnp.array(values, device=device_sharding(), copy=True)
+
+
 def fetch(array: jax.Array) -> np.ndarray:
     """A copy of a device array, once it is ready. Leaves no reference that would keep it from donation."""
     return np.array(array, copy=True)
@@ -133,3 +139,41 @@ class StagingRing:
         fence = self._fences[slot]
         if fence is not None:
             fence.block_until_ready()
+
+
+class StagingBuffer:
+    """Host memory for the records of one load, seen by the device in several sizes.
+
+    The caller refills it only when the output of the load that read it is ready.
+    """
+
+    def __init__(self, sizes: Sequence[int], values: int, dtype: str, transport: Literal["alias", "copy"]):
+        """Room for the largest of `sizes` records of `values` values each, zeroed."""
+        itemsize = np.dtype(dtype).itemsize
+        self.buffer = aligned_buffer(max(sizes) * values * itemsize).view(dtype).reshape(max(sizes), values)
+        self.buffer[...] = 0
+        self._aliases = {n: alias(self.buffer[:n]) for n in sizes} if transport == "alias" else None
+
+    @property
+    def records(self) -> np.ndarray:
+        """As the disk store reads: uint8 [records, stride]."""
+        return self.buffer.view(np.uint8)
+
+    def arrived(self, size: int) -> jax.Array:
+        """The first `size` records on the device, or on their way there."""
+        if self._aliases is not None:
+            return self._aliases[size]
+        return jax.device_put(self.buffer[:size], device_sharding())
+
+
+class Flags:
+    """A small bool array that the host sets between steps: aliased by the device on a CPU, else sent."""
+
+    def __init__(self, shape: tuple[int, ...], transport: Literal["alias", "copy"]):
+        self.host = aligned_buffer(int(np.prod(shape)), ALIAS_ALIGNMENT).view(np.bool_).reshape(shape)
+        self.host[...] = False
+        self._alias = alias(self.host) if transport == "alias" else None
+
+    @property
+    def device(self) -> jax.Array:
+        return self._alias if self._alias is not None else jax.device_put(self.host, device_sharding())

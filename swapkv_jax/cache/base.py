@@ -25,6 +25,12 @@ class CacheUse:
     retries: int = 0
     wait_s: float = 0.0
     notes: tuple[str, ...] = ()
+    groups_selected: int = 0
+    groups_read: int = 0
+    reuse_rate: float | None = None
+    read_s: float = 0.0
+    overflow_loads: int = 0
+    summary_bytes: int = 0
 
 
 class Cache(Protocol):

@@ -13,11 +13,12 @@ import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.staging import StagingRing, zeros
-from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
+from swapkv_jax.tiers import DiskStore
 
 
 @dataclass(frozen=True)
@@ -42,75 +43,29 @@ class DiskLayerCache(LayerCache):
     def __init__(self, program: Program, store: DiskStore):
         super().__init__(program)
         plan = program.plan
-        self._store = store
-        self._files: list[SequenceFile] = []
+        self._tier = RecordTier(plan, store)
         values = plan.stride_bytes // plan.itemsize
         self._staging = StagingRing(
             plan.staging_slots or 0, (plan.staging_groups or 0, values), plan.dtype, plan.transport or "copy"
-        )
-        self._rolling = _zeroed(plan.layers * plan.batch * plan.stride_bytes).reshape(
-            plan.layers, plan.batch, -1
         )
         self._slots = self._prefill_ring()
         self._pending: deque[Piece] = deque()  # in the order they are needed; not yet being read
         self._reading: deque[tuple[Piece, int, Future[None]]] = deque()
         self._next_slot = 0
 
-    # ---- records -------------------------------------------------------------------------------------
-
-    def _parts(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views."""
-        p = self._plan
-        half = p.payload_bytes // 2
-        k = records[:, :half].view(p.dtype).reshape(-1, p.kv_heads, p.head_dim, p.group_tokens)
-        v = records[:, half : 2 * half].view(p.dtype).reshape(-1, p.kv_heads, p.group_tokens, p.head_dim)
-        return k, v
-
-    def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
-        p = self._plan
-        whole, rest = divmod(length, p.group_tokens)
-        size = p.staging_groups or 1
-        scratch = aligned_buffer(size * p.stride_bytes).reshape(size, p.stride_bytes)
-        for first in range(0, whole, size):
-            n = min(size, whole - first)
-            k_out, v_out = self._parts(scratch[:n])
-            tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
-            k_out[...] = k[:, :, tokens].reshape(p.kv_heads, p.head_dim, n, -1).transpose(2, 0, 1, 3)
-            v_out[...] = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim).transpose(1, 0, 2, 3)
-            self._files[row].write(layer, first, scratch[:n])
-        if rest:
-            k_out, v_out = self._parts(self._rolling[layer, row][None])
-            k_out[0, :, :, :rest] = k[:, :, length - rest : length]
-            v_out[0, :, :rest] = v[:, length - rest : length]
-
-    def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
-        group, offset = divmod(at, self._plan.group_tokens)
-        record = self._rolling[layer, row][None]
-        k_out, v_out = self._parts(record)
-        k_out[0, :, :, offset] = k
-        v_out[0, :, offset] = v
-        if offset == self._plan.group_tokens - 1:
-            self._files[row].write(layer, group, record)
-
     # ---- sequences -----------------------------------------------------------------------------------
 
+    def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
+        self._tier.keep(layer, row, length, k, v, self._plan.staging_groups or 1)
+
+    def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
+        group = self._tier.append(layer, row, at, k, v)
+        if group is not None:
+            self._tier.files[row].write(layer, group, self._tier.rolling[layer, row][None])
+
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
-        p = self._plan
         self._drain()
-        for name, limit in zip(names, limits, strict=True):
-            # All the room the row may need is reserved now: a full disk shows before any work is done, and
-            # each layer is one sequential run.
-            groups = limit // p.group_tokens
-            file = self._store.create(
-                name,
-                layers=p.layers,
-                group_tokens=p.group_tokens,
-                payload_bytes=p.payload_bytes,
-                prompt_groups=groups,
-                max_groups=groups,
-                alignment=p.record_alignment,
-            )
-            self._files.append(file)
+        self._tier.open(names, limits)
 
     def _prefill_ring(self) -> list[Slot]:
         if getattr(self, "_slots", None):
@@ -127,9 +82,7 @@ class DiskLayerCache(LayerCache):
 
     def _close_sequences(self) -> None:
         self._drain()
-        for file in self._files:
-            self._store.finish(file.sequence)
-        self._files = []
+        self._tier.close()
 
     # ---- reading ahead -------------------------------------------------------------------------------
 
@@ -166,7 +119,7 @@ class DiskLayerCache(LayerCache):
         self._staging.wait_reusable(slot)
         records = self._staging.records(slot)
         if piece.groups:
-            file = self._files[piece.row]
+            file = self._tier.files[piece.row]
             try:
                 file.read(piece.layer, piece.first_group, piece.groups, records[: piece.groups])
             except BaseException:
@@ -175,7 +128,7 @@ class DiskLayerCache(LayerCache):
                 records[...] = 0
                 raise
         if piece.rolling:
-            records[piece.groups] = self._rolling[piece.layer, piece.row]
+            records[piece.groups] = self._tier.rolling[piece.layer, piece.row]
 
     def _arrive(self, layer: int) -> Slot:
         index = layer % len(self._slots)
@@ -213,15 +166,15 @@ class DiskLayerCache(LayerCache):
         self._drain()
         super().close()
         self._slots = []
-        self._store.close()
+        self._tier.store.close()
 
     @property
     def use(self) -> CacheUse:
-        counts = self._store.counts
-        notes = (self._store.support.note,) if self._store.support.note else ()
+        counts = self._tier.store.counts
+        notes = (self._tier.store.support.note,) if self._tier.store.support.note else ()
         return CacheUse(
-            dram_used=sum(b.nbytes for b in self._staging.buffers) + self._rolling.nbytes,
-            disk_used=self._store.bytes_used,
+            dram_used=sum(b.nbytes for b in self._staging.buffers) + self._tier.rolling.nbytes,
+            disk_used=self._tier.store.bytes_used,
             bytes_read=counts.bytes_read,
             bytes_written=counts.bytes_written,
             reads=counts.reads,
@@ -238,9 +191,3 @@ class DiskLayerCache(LayerCache):
             for part, array in zip("kv", slot, strict=True)
         }
         return {**super().addresses(), **slots}
-
-
-def _zeroed(nbytes: int) -> np.ndarray:
-    buffer = aligned_buffer(nbytes)
-    buffer[:] = 0
-    return buffer

@@ -72,9 +72,7 @@ class LayerCache(abc.ABC):
     def _prefill_ring(self) -> list[Slot]:
         k_shape, v_shape = self._plan.layer_shapes(self._plan.slot_rows)
         dtype = self._plan.dtype
-        return [
-            (zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.physical_layers or 0)
-        ]
+        return [(zeros(k_shape, dtype), zeros(v_shape, dtype)) for _ in range(self._plan.prefill_slots)]
 
     def slot(self, layer: int) -> Slot:
         index = layer % len(self._ring)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache.base import Cache
 from swapkv_jax.cache.disk import DiskLayerCache
 from swapkv_jax.cache.dram import AliasLayerCache, PinnedLayerCache
+from swapkv_jax.cache.group import GroupCache
 from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.program import Program
 from swapkv_jax.tiers import DiskStore
 
 
-def make_cache(program: Program, *, fingerprint: str, store_dir: Path, disk_limit: int | None) -> Cache:
-    """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` alone.
+def make_cache(
+    program: Program,
+    *,
+    fingerprint: str,
+    store_dir: Path,
+    disk_limit: int | None,
+    adapter: Adapter | None,
+) -> Cache:
+    """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` alone, the
+    adapter to policy `group`, which must have one.
 
     Raises:
         TierError: a tier has no room.
@@ -26,7 +36,10 @@ def make_cache(program: Program, *, fingerprint: str, store_dir: Path, disk_limi
         return AliasLayerCache(program) if plan.transport == "alias" else PinnedLayerCache(program)
     store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint)
     try:
-        return DiskLayerCache(program, store)
+        if plan.policy == "layer":
+            return DiskLayerCache(program, store)
+        assert adapter is not None
+        return GroupCache(program, store, adapter)
     except BaseException:
         store.close()
         raise

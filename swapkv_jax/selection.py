@@ -1,0 +1,70 @@
+"""The static choices of the `group` policy: what is selected, kept and read per layer, row and step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from swapkv_jax.errors import PlanError
+
+Aggregate = Literal["sum", "softmax"]
+Lookahead = Literal["step", "layer"]
+Replacement = Literal["fifo", "lru"]
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Part of a plan (KVSwap, arXiv 2511.11907).
+
+    Attributes:
+      selected_groups: M, groups attended per layer, row and step.
+      reuse_slots: C, groups that a layer keeps on the device per row.
+      rank: r of the low-rank K summary; σ = Hkv·D/r.
+      sink_groups, recent_groups: the first and last complete groups, always among the selected.
+      aggregate: how query heads are put together, see `predictor`.
+      lookahead: `step` selects with this step's queries for the next step, `layer` with a layer's input for
+        the layer after it.
+      replacement: which slot a missing group takes, see `slots`.
+      load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
+    """
+
+    selected_groups: int
+    reuse_slots: int
+    rank: int
+    sink_groups: int = 1
+    recent_groups: int = 8
+    aggregate: Aggregate = "softmax"
+    lookahead: Lookahead = "step"
+    replacement: Replacement = "lru"
+    load_buckets: tuple[int, ...] = (8, 32, 128)
+
+    def validate(self, key_size: int) -> None:
+        """Raises PlanError naming what is wrong and what would work. `key_size`: Hkv·D."""
+        if self.selected_groups < 1:
+            raise PlanError(f"selected_groups must be at least 1, not {self.selected_groups}")
+        if self.recent_groups < 1:
+            raise PlanError(
+                f"recent_groups must be at least 1, not {self.recent_groups}: the group that was just completed "
+                "has not been scored yet"
+            )
+        if self.sink_groups < 0:
+            raise PlanError(f"sink_groups must be 0 or more, not {self.sink_groups}")
+        if self.sink_groups + self.recent_groups > self.selected_groups:
+            raise PlanError(
+                f"{self.sink_groups} sink and {self.recent_groups} recent groups do not fit into "
+                f"{self.selected_groups} selected groups; use selected_groups of at least "
+                f"{self.sink_groups + self.recent_groups}"
+            )
+        if self.reuse_slots < self.selected_groups:
+            raise PlanError(
+                f"reuse_slots {self.reuse_slots} cannot hold {self.selected_groups} selected groups; "
+                f"use at least {self.selected_groups}"
+            )
+        if not 1 <= self.rank <= key_size:
+            raise PlanError(f"rank {self.rank} is not between 1 and Hkv·D = {key_size}; use 8 to {key_size}")
+        if (
+            not self.load_buckets
+            or min(self.load_buckets) < 1
+            or list(self.load_buckets) != sorted(set(self.load_buckets))
+        ):
+            raise PlanError(f"load_buckets must be rising positive sizes, not {list(self.load_buckets)}")
