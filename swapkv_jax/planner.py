@@ -75,7 +75,7 @@ def make_plan(
         "batch": batch,
         "max_context": max_context,
         "dtype": dtype,
-        "group_tokens": group_tokens or (4 if cache == "group" else 64),
+        "group_tokens": group_tokens if group_tokens is not None else 4 if cache == "group" else 64,
     }
     failures = []
     for plan in _candidates(geometry, cache, tier, physical_layers, platform, common, overrides):

@@ -307,9 +307,9 @@ def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytes
 
     def damage(self: DiskLayerCache) -> None:
         start(self)
-        path = self._files[0].path
+        path = self._tier.files[0].path
         raw = bytearray(path.read_bytes())
-        at = self._files[0].runs(1, 0, 1)[0].file_offset + 17
+        at = self._tier.files[0].runs(1, 0, 1)[0].file_offset + 17
         raw[at] ^= 0x40
         with path.open("r+b") as file:
             file.seek(at)

@@ -6,7 +6,7 @@ arrays are 64-byte aligned, so that a CPU device array is the same memory and we
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,14 +19,13 @@ Params = dict[str, Any]
 def fuse(weights: Weights) -> Params:
     """Returns {"embed" [V, H], "final_norm" [H], "head" [V, H] unless tied, "layers": one dict per block}.
 
-    Takes the layers out of `weights` as it goes, so that only one layer exists twice at any time.
+    Takes everything out of `weights` as it goes, so that only one layer exists twice at any time.
     """
-    layers = weights["layers"]
+    taken = cast("dict[str, Any]", weights)
+    layers: list[LayerWeights] = taken.pop("layers")
     params: Params = {"layers": [fuse_layer(layers.pop(0)) for _ in range(len(layers))]}
-    params["embed"] = _aligned(weights["embed"])
-    params["final_norm"] = _aligned(weights["final_norm"])
-    if "head" in weights:
-        params["head"] = _aligned(weights["head"])
+    for name in list(taken):
+        params[name] = _aligned(taken.pop(name))
     return params
 
 

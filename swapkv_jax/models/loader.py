@@ -50,7 +50,7 @@ class Model:
 
     @cached_property
     def params(self) -> Params:
-        """The weights as the decoder block takes them, made on first use out of `weights`, whose layers go."""
+        """The weights as the decoder block takes them, made on first use out of `weights`, which is empty then."""
         return fuse(self.weights)
 
 
