@@ -31,7 +31,7 @@ STAGED_GROUPS = 3
 # A multiple of the group, of a staging piece (12 tokens) and of the pool's pages (32 tokens of float32): all
 # plans then have this capacity, and their graphs may be held to the same bits.
 CONTEXT = 96
-CHUNKS = (8, 20)  # prompts of 80 and more end in a chunk that reaches past the capacity
+CHUNKS = (20,)  # prompts of over 80 end in a chunk that reaches past the capacity
 
 TRANSPORTS = {
     "dram-alias": {"tier": "dram", "transport": "alias"},

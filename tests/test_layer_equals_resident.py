@@ -128,7 +128,7 @@ def test_a_row_is_what_it_is_alone(reference: Reference) -> None:
         np.testing.assert_allclose(reference(RAGGED[0]).logits[:, row], alone.logits[:, 0], atol=1e-4)
 
 
-@pytest.mark.parametrize("chunks", [(5,), (1, 7), (500,)])
+@pytest.mark.parametrize("chunks", [(5,), (18, 20), (500,)])
 def test_prefill_chunks_do_not_matter(deep: Model, chunks: tuple[int, ...], reference: Reference) -> None:
     """Chunks that divide nothing, that reach past the capacity, and one that is longer than it."""
     with Engine(deep, resident_plan(deep, prefill_chunks=chunks)) as engine:
@@ -146,6 +146,19 @@ def test_prefill_writes_the_prompt_alone(deep: Model, policy: str, monkeypatch: 
         for k in engine._cache._k:  # type: ignore[attr-defined]
             unwritten = np.isnan(np.asarray(k)[0]).all(axis=(0, 1))
             assert unwritten.tolist() == [False] * length + [True] * NEW
+
+
+@pytest.mark.parametrize("transport", ["dram-alias", "dram-copy"])
+def test_a_row_that_is_done_writes_nothing(
+    deep: Model, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 1 ends after its third token, which is therefore not in the cache; row 0 goes on."""
+    with Engine(deep, layer_plan(deep, transport, 2)) as engine:
+        poison(engine, monkeypatch)
+        decode(engine, prompts_of(5, 9), 8, finish={1: 2})
+        for k in engine._cache._k:  # type: ignore[attr-defined]
+            held = (~np.isnan(k).all(axis=(1, 2))).sum(axis=-1)
+            assert held.tolist() == [5 + 7, 9 + 2]
 
 
 @pytest.mark.parametrize("transport", ["dram-alias", "disk-copy"])
