@@ -11,7 +11,8 @@ import msgspec
 from swapkv_jax.errors import PlanError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.plan import ITEMSIZE, DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.plan_buffers import ITEMSIZE
 from swapkv_jax.selection import Selection
 
 CacheChoice = Literal["auto", "resident", "layer", "group"]

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.cache.layer import LayerCache, Slot, slot_addresses
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.models.blocks import Params
@@ -170,24 +170,10 @@ class DiskLayerCache(LayerCache):
 
     @property
     def use(self) -> CacheUse:
-        counts = self._tier.store.counts
-        notes = (self._tier.store.support.note,) if self._tier.store.support.note else ()
-        return CacheUse(
-            dram_used=sum(b.nbytes for b in self._staging.buffers) + self._tier.rolling.nbytes,
-            disk_used=self._tier.store.bytes_used,
-            bytes_read=counts.bytes_read,
-            bytes_written=counts.bytes_written,
-            reads=counts.reads,
-            writes=counts.writes,
-            retries=counts.retries,
-            wait_s=self._wait_s,
-            notes=notes,
+        tier = self._tier.use
+        return replace(
+            tier, dram_used=tier.dram_used + sum(b.nbytes for b in self._staging.buffers), wait_s=self._wait_s
         )
 
     def addresses(self) -> dict[str, int]:
-        slots = {
-            f"slot.{part}.{i}": array.unsafe_buffer_pointer()
-            for i, slot in enumerate(self._slots)
-            for part, array in zip("kv", slot, strict=True)
-        }
-        return {**super().addresses(), **slots}
+        return {**super().addresses(), **slot_addresses(self._slots)}

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.cache.layer import LayerCache, Slot, slot_addresses
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.staging import alias, host_view, pinned, to_device, zeros
@@ -101,12 +101,7 @@ class AliasLayerCache(DramLayerCache):
         return CacheUse(dram_used=self._pool.used, wait_s=self._wait_s, notes=note)
 
     def addresses(self) -> dict[str, int]:
-        slots = {
-            f"slot.{part}.{i}": array.unsafe_buffer_pointer()
-            for i, slot in enumerate(self._slots)
-            for part, array in zip("kv", slot, strict=True)
-        }
-        return {**super().addresses(), **slots}
+        return {**super().addresses(), **slot_addresses(self._slots)}
 
 
 class PinnedLayerCache(DramLayerCache):
@@ -176,6 +171,4 @@ class PinnedLayerCache(DramLayerCache):
         return CacheUse(dram_used=held, wait_s=self._wait_s)
 
     def addresses(self) -> dict[str, int]:
-        k, v = self._slot
-        slot = {"slot.k.0": k.unsafe_buffer_pointer(), "slot.v.0": v.unsafe_buffer_pointer()}
-        return {**super().addresses(), **slot}
+        return {**super().addresses(), **slot_addresses([self._slot])}

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -262,19 +262,11 @@ class GroupCache(LayerCache):
 
     @property
     def use(self) -> CacheUse:
-        counts = self._tier.store.counts
-        table = self._table
-        note = self._tier.store.support.note
-        return CacheUse(
-            dram_used=sum(s.buffer.nbytes for s in self._staging) + self._tier.rolling.nbytes,
-            disk_used=self._tier.store.bytes_used,
-            bytes_read=counts.bytes_read,
-            bytes_written=counts.bytes_written,
-            reads=counts.reads,
-            writes=counts.writes,
-            retries=counts.retries,
+        tier, table = self._tier.use, self._table
+        return replace(
+            tier,
+            dram_used=tier.dram_used + sum(s.buffer.nbytes for s in self._staging),
             wait_s=self._wait_s,
-            notes=(note,) if note else (),
             groups_selected=table.hits + table.misses,
             groups_read=table.misses,
             reuse_rate=table.reuse_rate,

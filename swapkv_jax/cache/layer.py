@@ -138,3 +138,12 @@ class LayerCache(abc.ABC):
 
     def addresses(self) -> dict[str, int]:
         return {f"new.{i}": array.unsafe_buffer_pointer() for i, array in enumerate(self._new)}
+
+
+def slot_addresses(slots: Sequence[Slot]) -> dict[str, int]:
+    """Where the K and V of each device slot lie."""
+    return {
+        f"slot.{part}.{i}": array.unsafe_buffer_pointer()
+        for i, slot in enumerate(slots)
+        for part, array in zip("kv", slot, strict=True)
+    }

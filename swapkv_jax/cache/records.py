@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.plan import Plan
 from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
 
@@ -85,3 +86,18 @@ class RecordTier:
         for file in self.files:
             self.store.finish(file.sequence)
         self.files = []
+
+    @property
+    def use(self) -> CacheUse:
+        """Bytes on disk, in the rolling buffer and moved so far; the cache adds its own."""
+        counts, note = self.store.counts, self.store.support.note
+        return CacheUse(
+            dram_used=self.rolling.nbytes,
+            disk_used=self.store.bytes_used,
+            bytes_read=counts.bytes_read,
+            bytes_written=counts.bytes_written,
+            reads=counts.reads,
+            writes=counts.writes,
+            retries=counts.retries,
+            notes=(note,) if note else (),
+        )

@@ -1,0 +1,105 @@
+"""What a plan must satisfy, with a remedy for everything that it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swapkv_jax.errors import PlanError
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.tiers.direct_io import PAGE
+
+if TYPE_CHECKING:
+    from swapkv_jax.plan import Plan
+
+
+SECTOR = 512  # bytes: the finest alignment that any disk takes for O_DIRECT
+
+
+def check_plan(plan: Plan, geometry: Geometry) -> None:
+    """Raises PlanError naming the first thing that is wrong and what would work."""
+    for name in ("layers", "kv_heads", "head_dim"):
+        mine, theirs = getattr(plan, name), getattr(geometry, name)
+        if mine != theirs:
+            raise PlanError(
+                f"the plan is for another geometry: its {name} is {mine}, the model's {theirs}; "
+                "make a plan for this model (leave --plan out)"
+            )
+    for name in ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads"):
+        if getattr(plan, name) < 1:
+            raise PlanError(f"{name} must be at least 1, not {getattr(plan, name)}")
+    if plan.record_alignment < 1 or plan.record_alignment % SECTOR:
+        raise PlanError(
+            f"record_alignment must be a multiple of {SECTOR} bytes, not {plan.record_alignment}; use {PAGE}"
+        )
+    if plan.max_context > geometry.context_limit:
+        raise PlanError(
+            f"max_context {plan.max_context} is over the model's limit of {geometry.context_limit} tokens; "
+            f"use at most {geometry.context_limit}"
+        )
+    if not plan.prefill_chunks or any(c < 1 for c in plan.prefill_chunks):
+        raise PlanError(f"prefill_chunks must be one or more positive sizes, not {list(plan.prefill_chunks)}")
+    if plan.selection is not None and plan.policy != "group":
+        raise PlanError(f"selection belongs to policy group, not {plan.policy}; leave it out")
+    if plan.policy == "resident":
+        _validate_resident(plan)
+    elif plan.policy == "layer":
+        _validate_layer(plan)
+    else:
+        _validate_group(plan)
+
+
+def _validate_resident(plan: Plan) -> None:
+    for name in ("physical_layers", "tier", "transport", "staging_groups", "staging_slots"):
+        if getattr(plan, name) is not None:
+            raise PlanError(f"{name} means nothing under policy resident; leave it out, or use policy layer")
+    if plan.layers_per_segment > plan.layers:
+        raise PlanError(
+            f"layers_per_segment {plan.layers_per_segment} is more than the model's {plan.layers} layers; "
+            f"use at most {plan.layers}"
+        )
+
+
+def _validate_group(plan: Plan) -> None:
+    if plan.selection is None:
+        raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
+    plan.selection.validate(plan.kv_heads * plan.head_dim)
+    if plan.tier != "disk" or plan.transport is None:
+        raise PlanError("policy group needs tier disk and a transport (alias or copy)")
+    for name in ("physical_layers", "staging_groups", "staging_slots"):
+        if getattr(plan, name) is not None:
+            raise PlanError(f"{name} means nothing under policy group; leave it out, or use policy layer")
+    if plan.layers_per_segment != 1:
+        raise PlanError(
+            f"policy group selects by the layer: layers_per_segment must be 1, not {plan.layers_per_segment}"
+        )
+
+
+def _validate_layer(plan: Plan) -> None:
+    slots = plan.physical_layers
+    if slots is None or slots < 2:
+        raise PlanError(
+            f"physical_layers must be at least 2 (one computes while the next arrives), not {slots}; use 2"
+        )
+    if plan.layers < 2:
+        raise PlanError("policy layer needs a model of at least 2 layers, not 1; use policy resident")
+    if slots > plan.layers:
+        raise PlanError(
+            f"physical_layers {slots} is more than the model's {plan.layers} layers; "
+            f"use 2 to {plan.layers}, or policy resident"
+        )
+    if plan.layers_per_segment != 1:
+        raise PlanError(
+            f"policy layer moves KV by the layer: layers_per_segment must be 1, not {plan.layers_per_segment}"
+        )
+    if plan.tier is None or plan.transport is None:
+        raise PlanError("policy layer needs a tier (dram or disk) and a transport (alias or copy)")
+    if plan.tier == "disk":
+        if (
+            not plan.staging_groups
+            or plan.staging_groups < 1
+            or not plan.staging_slots
+            or plan.staging_slots < 2
+        ):
+            raise PlanError("tier disk needs staging_groups of at least 1 and staging_slots of at least 2")
+    elif plan.staging_groups is not None or plan.staging_slots is not None:
+        raise PlanError("staging_groups and staging_slots belong to tier disk; leave them out")
