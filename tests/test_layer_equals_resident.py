@@ -143,7 +143,9 @@ def test_prefill_writes_the_prompt_alone(deep: Model, policy: str, monkeypatch: 
         poison(engine, monkeypatch)
         length = CONTEXT - NEW
         next(engine.generate(prompts_of(length), max_new_tokens=NEW))
-        for k in engine._cache._k:  # type: ignore[attr-defined]
+        keys = engine._cache._k  # type: ignore[attr-defined]
+        assert len(keys) == LAYERS
+        for k in keys:
             unwritten = np.isnan(np.asarray(k)[0]).all(axis=(0, 1))
             assert unwritten.tolist() == [False] * length + [True] * NEW
 
@@ -155,8 +157,14 @@ def test_a_row_that_is_done_writes_nothing(
     """Row 1 ends after its third token, which is therefore not in the cache; row 0 goes on."""
     with Engine(deep, layer_plan(deep, transport, 2)) as engine:
         poison(engine, monkeypatch)
-        decode(engine, prompts_of(5, 9), 8, finish={1: 2})
-        for k in engine._cache._k:  # type: ignore[attr-defined]
+        generation = engine.generate(prompts_of(5, 9), max_new_tokens=8, ignore_eos=True)
+        next(generation)
+        keys = list(engine._cache._k)  # type: ignore[attr-defined]
+        for step, _ in enumerate(generation, start=1):
+            if step == 2:
+                generation.finish_row(1, "by hand")
+        assert len(keys) == LAYERS
+        for k in keys:
             held = (~np.isnan(k).all(axis=(1, 2))).sum(axis=-1)
             assert held.tolist() == [5 + 7, 9 + 2]
 
