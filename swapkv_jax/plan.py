@@ -77,7 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     staging_groups: int | None = None
     staging_slots: int | None = None
     record_alignment: int = PAGE
-    io_threads: int = 4
+    io_threads: int = 6
     selection: Selection | None = None
 
     # ---- derived sizes -------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _candidates(
         return
     tiers: tuple[Tier, ...] = ("dram", "disk") if tier == "auto" else (tier,)
     for name in tiers if cache != "resident" else ():
-        staging = {"staging_groups": 1, "staging_slots": 8} if name == "disk" else {}
+        staging = {"staging_groups": 1, "staging_slots": 12} if name == "disk" else {}
         layer = plan(
             policy="layer", tier=name, transport=transport, physical_layers=physical_layers, **staging
         )
