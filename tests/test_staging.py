@@ -19,9 +19,11 @@ import pytest
 from engines import Decoded, assert_same, decode, layer_plan, prompts_of, resident_plan
 
 from swapkv_jax import Engine
+from swapkv_jax.cache.disk import DiskLayerCache
 from swapkv_jax.graph import Graph, Shape
 from swapkv_jax.models import Model
-from swapkv_jax.program import _fill_records
+from swapkv_jax.models.blocks import split_block
+from swapkv_jax.program import _fill_records, _segment
 from swapkv_jax.staging import StagingRing, alias, fetch, host_view, pinned, read_only_view, to_device, zeros
 from swapkv_jax.tiers import DiskStore, Syscalls, aligned_buffer
 
@@ -52,7 +54,7 @@ def rounds_for(target_s: float) -> int:
     return max(1, int(probe * target_s / seconds(compiled)))
 
 
-def no_fence(self: StagingRing, slot: int) -> None:
+def no_fence(self: Any, slot: int) -> None:
     pass
 
 
@@ -153,21 +155,22 @@ def slow_disk() -> Iterator[None]:
         yield
 
 
-def tiny_pieces(deep: Model, slots: int) -> Any:
+def tiny_pieces(deep: Model, slots: int, transport: str = "disk-alias") -> Any:
     return layer_plan(
-        deep, "disk-alias", 2, physical_layers=3, staging_groups=1, staging_slots=slots, io_threads=4
+        deep, transport, 2, physical_layers=3, staging_groups=1, staging_slots=slots, io_threads=4
     )
 
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("slots", [2, 3, 5])
-def test_a_slow_disk(deep: Model, expected: Decoded, slots: int, tmp_path: Path) -> None:
-    with Engine(deep, tiny_pieces(deep, slots), store_dir=tmp_path) as engine:
+@pytest.mark.parametrize("transport", ["disk-alias", "disk-copy"])
+def test_a_slow_disk(deep: Model, expected: Decoded, slots: int, transport: str, tmp_path: Path) -> None:
+    with Engine(deep, tiny_pieces(deep, slots, transport), store_dir=tmp_path) as engine:
         assert_same(decode(engine, prompts_of(*PROMPTS), NEW), expected)
 
 
-def slow_fills(engine: Engine, rounds: int) -> Graph:
-    """The engine's fill, which burns before it reads the records."""
+def slow_fill(engine: Engine, rounds: int) -> Graph:
+    """The engine's fill, which burns before it reads the staging slot."""
     plan = engine.plan
     fill = _fill_records(plan)
 
@@ -181,15 +184,44 @@ def slow_fills(engine: Engine, rounds: int) -> Graph:
     return Graph("slow fill", slow, [k, v, records, scalar, scalar], (0, 1))
 
 
+def slow_segment(engine: Engine, rounds: int) -> Graph:
+    """The engine's segment, which burns before it reads the device slot."""
+    plan, geometry = engine.plan, engine.model.geometry
+    block = split_block(geometry, plan.dtype)
+    segment = _segment(block)
+
+    def slow(layers: Any, x: Any, ks: Any, vs: Any, news: Any, lengths: Any) -> Any:
+        late = burn(rounds)
+        ks, vs = ([jnp.where(late == 0, part, jnp.nan) for part in parts] for parts in (ks, vs))
+        return segment(layers, x, ks, vs, news, lengths)
+
+    k, v = (Shape(shape, jnp.float32) for shape in plan.layer_shapes(plan.batch))
+    x = Shape((plan.batch, geometry.hidden), jnp.float32)
+    new = Shape((2, plan.batch, plan.kv_heads, plan.head_dim), jnp.float32)
+    arguments = [[block.params], x, [k], [v], [new], Shape((plan.batch,), jnp.int32)]
+    return Graph("slow segment", slow, arguments, (1, 4))
+
+
 @pytest.mark.parametrize("fenced", [True, False])
-def test_fills_slower_than_reads(
-    deep: Model, expected: Decoded, fenced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("consumer", ["fill", "segment"])
+def test_consumers_slower_than_reads(
+    deep: Model,
+    expected: Decoded,
+    fenced: bool,
+    consumer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Right with the fence; without it the very same run is caught out."""
     if not fenced:
         monkeypatch.setattr(StagingRing, "wait_reusable", no_fence)
-    with Engine(deep, tiny_pieces(deep, 2), store_dir=tmp_path) as engine:
-        engine.program.fill = slow_fills(engine, rounds_for(0.005))
+        monkeypatch.setattr(DiskLayerCache, "_wait_unread", no_fence)
+    transport = {"fill": "disk-copy", "segment": "disk-alias"}[consumer]
+    with Engine(deep, tiny_pieces(deep, 2, transport), store_dir=tmp_path) as engine:
+        if consumer == "fill":
+            engine.program.fill = slow_fill(engine, rounds_for(0.005))
+        else:
+            engine.program.segments[1] = slow_segment(engine, rounds_for(0.02))
         decoded = decode(engine, prompts_of(*PROMPTS), NEW)
     if fenced:
         assert_same(decoded, expected)

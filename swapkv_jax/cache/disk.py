@@ -17,7 +17,7 @@ from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
-from swapkv_jax.staging import StagingRing, zeros
+from swapkv_jax.staging import StagingRing, host_view, zeros
 from swapkv_jax.tiers import DiskStore
 
 
@@ -25,6 +25,7 @@ from swapkv_jax.tiers import DiskStore
 class Piece:
     """What one staging slot carries: `groups` stored records of a layer's row, then maybe the rolling one."""
 
+    step: int
     layer: int
     row: int
     first_group: int
@@ -38,6 +39,9 @@ class DiskLayerCache(LayerCache):
     The newest tokens, not yet a whole group, stay in memory (the rolling buffer) and ride along as one more
     record. A group that becomes whole is written before anything is read again, so that what is read is
     always what was written.
+
+    Where device memory is the host's (transport `alias`) the I/O threads themselves put records into the
+    device slot, once the graph that used it before is done; else a graph does, from the staging slot.
     """
 
     def __init__(self, program: Program, store: DiskStore):
@@ -52,6 +56,12 @@ class DiskLayerCache(LayerCache):
         self._pending: deque[Piece] = deque()  # in the order they are needed; not yet being read
         self._reading: deque[tuple[Piece, int, Future[None]]] = deque()
         self._next_slot = 0
+        self._step = 0
+        # Per device slot: which (step, layer) is being put into it, or was and has not been launched yet; and
+        # an output of the last graph that read it.
+        self._filling: list[tuple[int, int] | None] = [None] * len(self._slots)
+        self._readers: list[jax.Array | None] = [None] * len(self._slots)
+        self._views: list[tuple[np.ndarray, np.ndarray]] = []
 
     # ---- sequences -----------------------------------------------------------------------------------
 
@@ -79,6 +89,15 @@ class DiskLayerCache(LayerCache):
     def start(self) -> None:
         super().start()
         self._slots = self._ring
+        if self._plan.transport == "alias":
+            self._views = [self._by_group(k, v) for k, v in self._slots]
+
+    def _by_group(self, k: jax.Array, v: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        """A slot's memory as K [B, Hkv, D, groups, G] and V [B, Hkv, groups, G, D]."""
+        p = self._plan
+        k_shape = (p.batch, p.kv_heads, p.head_dim, p.groups, p.group_tokens)
+        v_shape = (p.batch, p.kv_heads, p.groups, p.group_tokens, p.head_dim)
+        return host_view(k).reshape(k_shape), host_view(v).reshape(v_shape)
 
     def _close_sequences(self) -> None:
         self._drain()
@@ -90,8 +109,10 @@ class DiskLayerCache(LayerCache):
         self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
     ) -> jax.Array:
         if not self._pending and not self._reading:  # the first step; later ones are read ahead
+            self._filling = [None] * len(self._slots)
             for layer in range(self._plan.layers):
                 self._pending.extend(self._pieces(layer, held))
+        self._step += 1
         x = super().step(layers, x, lengths, held, active)
         self._pending.extend(self._pieces(len(layers) - 1, held + active))
         self._read_ahead()
@@ -106,17 +127,23 @@ class DiskLayerCache(LayerCache):
             for first in range(0, records, size):
                 n = min(size, records - first)
                 rolling = first + n > whole
-                yield Piece(layer, row, first, n - rolling, rolling)
+                yield Piece(self._step + 1, layer, row, first, n - rolling, rolling)
 
     def _read_ahead(self) -> None:
         while self._pending and len(self._reading) < len(self._staging):
+            turn = (self._pending[0].step, self._pending[0].layer)
+            index = turn[1] % len(self._slots)
+            if self._filling[index] not in (None, turn):
+                break  # the device slot still waits for its graph to be launched
+            self._filling[index] = turn
             piece, slot = self._pending.popleft(), self._next_slot
             self._next_slot = (slot + 1) % len(self._staging)
             self._reading.append((piece, slot, self._io.submit(self._read, piece, slot)))
 
     def _read(self, piece: Piece, slot: int) -> None:
-        """Fills a staging slot. Runs on an I/O thread."""
+        """Fills a staging slot, and from there the device slot if it can be reached. Runs on an I/O thread."""
         self._staging.wait_reusable(slot)
+        count = piece.groups + piece.rolling
         records = self._staging.records(slot)
         if piece.groups:
             file = self._tier.files[piece.row]
@@ -129,27 +156,49 @@ class DiskLayerCache(LayerCache):
                 raise
         if piece.rolling:
             records[piece.groups] = self._tier.rolling[piece.layer, piece.row]
+        if self._views:
+            self._put(piece, records[:count])
+
+    def _put(self, piece: Piece, records: np.ndarray) -> None:
+        """Records to their place in the device slot, once nothing reads what it held before."""
+        index = piece.layer % len(self._slots)
+        self._wait_unread(index)
+        k_slot, v_slot = self._views[index]
+        k, v = self._tier.parts(records)
+        groups = slice(piece.first_group, piece.first_group + len(records))
+        k_slot[piece.row, :, :, groups] = k.transpose(1, 2, 0, 3)
+        v_slot[piece.row, :, groups] = v.transpose(1, 0, 2, 3)
+
+    def _wait_unread(self, index: int) -> None:
+        """Blocks until the last graph launched on a device slot has read it."""
+        reader = self._readers[index]
+        if reader is not None:
+            reader.block_until_ready()
 
     def _arrive(self, layer: int) -> Slot:
         index = layer % len(self._slots)
-        k, v = self._slots[index]
-        fill = self._program.fill
-        assert fill is not None
         self._read_ahead()
         while self._reading and self._reading[0][0].layer == layer:
             piece, slot, read = self._reading.popleft()
             started = time.perf_counter()
             read.result()
             self._wait_s += time.perf_counter() - started
-            k, v, fence = fill(
-                k, v, self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group)
-            )
-            self._slots[index] = (k, v)  # at once: the next piece may fail to be read
-            self._staging.publish(slot, fence)
+            if not self._views:
+                self._fill(index, piece, slot)
             self._read_ahead()
-        return k, v
+        return self._slots[index]
+
+    def _fill(self, index: int, piece: Piece, slot: int) -> None:
+        assert self._program.fill is not None
+        k, v, fence = self._program.fill(
+            *self._slots[index], self._staging.arrived(slot), scalar(piece.row), scalar(piece.first_group)
+        )
+        self._slots[index] = (k, v)  # at once: the next piece may fail to be read
+        self._staging.publish(slot, fence)
 
     def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
+        index = layer % len(self._slots)
+        self._filling[index], self._readers[index] = None, self._new[layer]
         # Layers before this one have been written back: the next step may read them.
         if layer:
             self._pending.extend(self._pieces(layer - 1, held + active))
