@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     from swapkv_jax.plan import Plan
 
 
+# Above these nothing gets better, and listing buffers or starting threads would not end.
+_COUNTS = ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads")
+_MOST = {
+    "batch": 65536,
+    "max_context": 1 << 30,
+    "group_tokens": 65536,
+    "layers_per_segment": 65536,
+    "io_threads": 256,
+    "record_alignment": 1 << 20,
+    "staging_slots": 4096,
+    "staging_groups": 1 << 20,
+}
+
 SECTOR = 512  # bytes: the finest alignment that any disk takes for O_DIRECT
 
 
@@ -24,9 +37,12 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
                 f"the plan is for another geometry: its {name} is {mine}, the model's {theirs}; "
                 "make a plan for this model (leave --plan out)"
             )
-    for name in ("batch", "max_context", "group_tokens", "layers_per_segment", "io_threads"):
-        if getattr(plan, name) < 1:
-            raise PlanError(f"{name} must be at least 1, not {getattr(plan, name)}")
+    for name, most in _MOST.items():
+        value = getattr(plan, name)
+        if name in _COUNTS and value < 1:
+            raise PlanError(f"{name} must be at least 1, not {value}")
+        if value is not None and value > most:
+            raise PlanError(f"{name} must be at most {most}, not {value}")
     if plan.record_alignment < 1 or plan.record_alignment % SECTOR:
         raise PlanError(
             f"record_alignment must be a multiple of {SECTOR} bytes, not {plan.record_alignment}; use {PAGE}"
@@ -36,8 +52,11 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
             f"max_context {plan.max_context} is over the model's limit of {geometry.context_limit} tokens; "
             f"use at most {geometry.context_limit}"
         )
-    if not plan.prefill_chunks or any(c < 1 for c in plan.prefill_chunks):
-        raise PlanError(f"prefill_chunks must be one or more positive sizes, not {list(plan.prefill_chunks)}")
+    chunks = plan.prefill_chunks
+    if not 1 <= len(chunks) <= 8 or min(chunks) < 1 or max(chunks) > _MOST["group_tokens"]:
+        raise PlanError(
+            f"prefill_chunks must be one or more positive sizes, at most eight, up to {_MOST['group_tokens']}, not {list(chunks)[:9]}"
+        )
     if plan.selection is not None and plan.policy != "group":
         raise PlanError(f"selection belongs to policy group, not {plan.policy}; leave it out")
     if plan.policy == "resident":

@@ -40,8 +40,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def validate(self, key_size: int) -> None:
         """Raises PlanError naming what is wrong and what would work. `key_size`: Hkv·D."""
-        if self.selected_groups < 1:
-            raise PlanError(f"selected_groups must be at least 1, not {self.selected_groups}")
+        for name, least, most in (("selected_groups", 1, 1 << 20), ("reuse_slots", 1, 1 << 20)):
+            if not least <= getattr(self, name) <= most:
+                raise PlanError(
+                    f"{name} must be at least {least} and at most {most}, not {getattr(self, name)}"
+                )
         if self.recent_groups < 1:
             raise PlanError(
                 f"recent_groups must be at least 1, not {self.recent_groups}: the group that was just completed "

@@ -256,7 +256,7 @@ def test_staging_shape(groups: int, stride: int) -> None:
     size = staging_shape(groups, stride)
     assert 1 <= size <= groups
     assert size * stride <= 2 << 20 or size == 1
-    assert size == groups or (size + 1) * stride > 3 << 19
+    assert size == groups or (size + 2) * stride > 3 << 19  # two roundings down
     target = max(1, min(groups, (2 << 20) // stride))
     assert -(-groups // size) * size <= -(-groups // target) * target, "the longest piece wastes no less"
 
@@ -271,3 +271,20 @@ def test_the_papers_sums() -> None:
     assert plan.full_kv_bytes == 30_000 * 163_840 * 2
     whole, two = plan.memory(llama70).dram, plan.memory(llama70).aliased
     assert whole == 40 * two
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"staging_slots": 2**31},
+        {"staging_groups": 2**62},
+        {"io_threads": 10**6},
+        {"batch": 2**40},
+        {"prefill_chunks": (2**40,)},
+        {"record_alignment": 2**40},
+    ],
+)
+def test_sizes_beyond_reason_are_refused_at_once(change: dict[str, Any]) -> None:
+    plan = make_plan(GEOMETRY, cache="layer", tier="disk")
+    with pytest.raises(PlanError, match="at most"):
+        msgspec.structs.replace(plan, **change).validate(GEOMETRY)
