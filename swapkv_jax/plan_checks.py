@@ -55,7 +55,8 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
     chunks = plan.prefill_chunks
     if not 1 <= len(chunks) <= 8 or min(chunks) < 1 or max(chunks) > _MOST["group_tokens"]:
         raise PlanError(
-            f"prefill_chunks must be one or more positive sizes, at most eight, up to {_MOST['group_tokens']}, not {list(chunks)[:9]}"
+            f"prefill_chunks must be one or more positive sizes (at most 8, each at most "
+            f"{_MOST['group_tokens']}), not {list(chunks)[:9]}"
         )
     if plan.selection is not None and plan.policy != "group":
         raise PlanError(f"selection belongs to policy group, not {plan.policy}; leave it out")

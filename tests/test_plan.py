@@ -12,7 +12,7 @@ from engines import geometry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapkv_jax import Plan, PlanError
+from swapkv_jax import Plan, PlanError, make_plan
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Tier, staging_shape
 from swapkv_jax.tiers import planned_file_bytes
