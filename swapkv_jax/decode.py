@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # heavy imports wait until the arguments are known to be good
     from swapkv_jax.plan import Plan
 
 
+_SMALLER = "lower --max-context or the rows, or use --cache layer --tier disk"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     parser = make_parser()
@@ -53,7 +56,12 @@ def _guarded(options: argparse.Namespace, say: Talk, name: str) -> int:
         say.always(f"{name}: error: {error}; check that file or device")
         return 1
     except MemoryError:
-        say.always(f"{name}: error: out of memory; lower --max-context or use --cache layer --tier disk")
+        say.always(f"{name}: error: out of memory; {_SMALLER}")
+        return 1
+    except (RuntimeError, ValueError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # how XLA says it
+            raise
+        say.always(f"{name}: error: the device is out of memory ({str(error).splitlines()[0]}); {_SMALLER}")
         return 1
     return 0
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_config
 
 from swapkv_jax.errors import ModelError
 from swapkv_jax.models import Geometry, RopeScaling, geometry_from_hf_config
@@ -312,3 +313,13 @@ def test_from_dict_refuses_unknown_and_missing_fields() -> None:
         Geometry.from_dict({k: v for k, v in record.items() if k != "layers"})
     with pytest.raises(ModelError, match="no field gamma"):
         Geometry.from_dict(record | {"rope_scaling": {"kind": "linear", "factor": 2.0, "gamma": 1}})
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "many", True])
+def test_numbers_that_are_none(key: str, value: object) -> None:
+    config = {**tiny_config("llama"), key: value}
+    with pytest.raises(ModelError, match=f"{key}=.*must be"):
+        geometry_from_hf_config(config)

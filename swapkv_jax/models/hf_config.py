@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 from swapkv_jax.errors import ModelError
@@ -193,15 +194,16 @@ def _value(record: dict[str, Any], key: str, default: Any) -> Any:
 
 def _integer(record: dict[str, Any], key: str, default: int | None = None) -> int:
     value = _value(record, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
         raise ModelError(f"config has {key}={value!r}; it must be an integer")
     return int(value)
 
 
 def _number(record: dict[str, Any], key: str, default: float | None = None) -> float:
     value = _value(record, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"config has {key}={value!r}; it must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"config has {key}={value!r}; it must be a finite number")
     return float(value)
 
 

@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot read it as JSON ({error}); download it again") from error
     if not isinstance(record, dict):
         raise ModelError(f"{path}: holds no JSON object; download it again")
