@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 usage (a flag, prompt, plan or budget that cannot work), 1
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swapkv_jax.errors import PlanError, SwapKVError, UsageError
+from swapkv_jax.interrupts import interruptible, interrupts_deferred
 from swapkv_jax.options import check_flags, make_parser, prompt_text
 from swapkv_jax.talk import Talk
 
@@ -30,10 +32,11 @@ _SMALLER = "lower --max-context or the rows, or use --cache layer --tier disk"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by whoever started us)
     parser = make_parser()
     options = parser.parse_args(argv)
     say = Talk(options.quiet)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), interruptible():
         warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
         return _guarded(options, say, parser.prog)
 
@@ -68,11 +71,24 @@ def _guarded(options: argparse.Namespace, say: Talk, name: str) -> int:
 
 def _run(options: argparse.Namespace, say: Talk) -> None:
     check_flags(options)
+    if sys.stdout is None:
+        raise UsageError("standard output is closed, so the text has nowhere to go; redirect it to a file")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal that cannot show a character still gets the rest
     texts = [prompt_text(kind, value) for kind, value in options.prompts]
 
-    from swapkv_jax.models import open_model
-    from swapkv_jax.report import build_report, describe_plan, summarise, write_report
+    with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
+        from swapkv_jax.engine import Engine
+        from swapkv_jax.models import open_model
+        from swapkv_jax.planner import parse_size
+        from swapkv_jax.report import build_report, describe_plan, summarise, write_report
+        from swapkv_jax.sampling import Sampling
 
+    sampling = Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
     with say.bars() as progress:
         source = open_model(options.model, progress)
     chat = options.chat or (not options.raw and source.tokenizer.chat_template is not None)
@@ -87,13 +103,6 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     reference_plan = _reference_plan(options, source, plan)
     say(describe_plan(plan, source.geometry))
 
-    from swapkv_jax.engine import Engine
-    from swapkv_jax.planner import parse_size
-    from swapkv_jax.sampling import Sampling
-
-    sampling = Sampling(
-        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
-    )
     with say.bars() as progress:
         model = source.load(plan.dtype, progress)
     adapter = None
@@ -191,8 +200,8 @@ def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[i
     if needed > limit:
         raise UsageError(
             f"prompt {[len(p) for p in prompts].index(longest) + 1} has {longest} tokens and with "
-            f"{options.max_new_tokens} new ones is over the limit of {limit}; shorten it or lower "
-            f"--max-new-tokens to {max(limit - longest, 0)} or less"
+            f"{options.max_new_tokens} new ones is over the limit of {limit}; shorten it"
+            + (f" or lower --max-new-tokens to {limit - longest}" if limit > longest else "")
         )
     platform = _platform()
     sizes = {name: getattr(options, name) for name in ("device_memory", "dram_memory", "disk_space")}

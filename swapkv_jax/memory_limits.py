@@ -19,6 +19,11 @@ def format_bytes(count: int) -> str:
     return f"{count / _MEBIBYTE:,.1f} MiB"
 
 
+def exact_bytes(count: int) -> str:
+    """`count` bytes for a message that someone may want to copy the number from."""
+    return format_bytes(count) + (f" ({count} bytes)" if abs(count) >= _MEBIBYTE else "")
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process could still allocate without swapping or meeting the OOM killer.
 

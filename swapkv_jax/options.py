@@ -10,7 +10,7 @@ from pathlib import Path
 from swapkv_jax.errors import UsageError
 from swapkv_jax.planner import parse_size
 
-_PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "dtype")
+_PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "max_context", "dtype")
 
 
 class _Prompt(argparse.Action):
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="sample from the likeliest tokens of this probability together",
     )
     add("--top-k", type=int, default=0, help="sample from this many likeliest tokens (0: all)")
-    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--seed", type=int, default=0, help="of the sampling, 0 to 2**32 - 1 (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a row before this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
     add("--cache", choices=["auto", "resident", "layer", "group"], help="where KV lives: all on the device, or two "
@@ -110,6 +110,13 @@ def check_flags(options: argparse.Namespace) -> None:
                     f"--cache resident keeps all KV on the device, so --{name.replace('_', '-')} contradicts it; "
                     "leave one of them out"
                 )
+    if options.cache == "group":
+        for name, value in (("physical_layers", options.physical_layers), ("tier", options.tier)):
+            if value not in (None, "auto", "disk"):
+                raise UsageError(
+                    f"--cache group keeps everything on disk, so --{name.replace('_', '-')} {value} contradicts it; "
+                    "leave one of them out"
+                )
     if options.report:
         _check_writable(options.report)
     for name in ("device_memory", "dram_memory", "disk_space"):
@@ -118,22 +125,38 @@ def check_flags(options: argparse.Namespace) -> None:
 
 
 def prompt_text(kind: str, value: str) -> str:
-    """A prompt as given on the command line, or the content of its file; UsageError if that cannot be read."""
-    if kind == "prompt":
-        return value
+    """A prompt as given on the command line, or the content of its file, to the byte.
+
+    Raises:
+      UsageError: it cannot be read, or is not UTF-8.
+    """
+    source = "a --prompt" if kind == "prompt" else f"prompt file {value}"
     try:
-        return sys.stdin.read() if value == "-" else Path(value).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{value} is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-        ) from None
+        if kind == "prompt":
+            raw = os.fsencode(value)  # the bytes that were typed, whatever the locale
+        elif value == "-":
+            if sys.stdin is None:
+                raise UsageError("--prompt-file - needs standard input, which is closed; give a file")
+            raw = sys.stdin.buffer.read()
+        else:
+            raw = Path(value).read_bytes()
+        return raw.decode("utf-8")
+    except UnicodeError as error:
+        where = f" ({error.reason} at byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise UsageError(f"{source} is not UTF-8 text{where}; convert it") from None
     except OSError as error:
         raise UsageError(f"cannot read prompt file {value}: {error.strerror}; check the path") from None
 
 
 def _check_writable(path: Path) -> None:
     """Raises UsageError now if the report could not be written at the end."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    try:
+        path = path.resolve()
+        usable = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+        if not usable or (path.exists() and not path.is_file()) or len(os.fsencode(path.name)) > 200:
+            raise OSError
+    except (OSError, ValueError):
         raise UsageError(
-            f"cannot write the report to {path}: give a file in a directory that exists and is writable"
-        )
+            f"cannot write the report to {str(path)[:300]}: give a regular file, of a name up to 200 bytes, in a "
+            "directory that exists and is writable"
+        ) from None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from swapkv_jax.errors import PlanError, UsageError
-from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.memory_limits import exact_bytes, format_bytes
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
 from swapkv_jax.plan_buffers import ITEMSIZE
@@ -172,7 +172,7 @@ def shortfalls(plan: Plan, geometry: Geometry, budgets: Budgets) -> list[str]:
         ("this machine's memory", device + memory.dram, budgets.host, ""),
     ]
     return [
-        f"needs {format_bytes(need)}{remark} of {name}, {format_bytes(need - budget)} over the budget of "
+        f"needs {exact_bytes(need)}{remark} of {name}, {format_bytes(need - budget)} over the budget of "
         f"{format_bytes(budget)}"
         for name, need, budget, remark in needs
         if budget is not None and need > budget

@@ -14,7 +14,7 @@ import numpy as np
 
 from swapkv_jax.accounting import device_bytes
 from swapkv_jax.engine import Engine, Generation
-from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.memory_limits import exact_bytes, format_bytes
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.planner import describe, weight_bytes
@@ -89,14 +89,14 @@ def describe_plan(plan: Plan, geometry: Geometry) -> str:
     shared = f", {format_bytes(memory.aliased)} of it the DRAM pool itself" if memory.aliased else ""
     lines = [
         f"plan {plan.hash}: {describe(plan)}, {plan.batch} row(s) of up to {plan.max_context} tokens, {plan.dtype}",
-        f"  device  {format_bytes(memory.device + memory.aliased)}{shared}, "
-        f"beside {format_bytes(weight_bytes(geometry, plan.dtype))} of weights",
-        f"  DRAM    {format_bytes(memory.dram)}",
-        f"  disk    {format_bytes(memory.disk)}",
+        f"  device  {exact_bytes(memory.device + memory.aliased)}{shared}, "
+        f"beside {exact_bytes(weight_bytes(geometry, plan.dtype))} of weights",
+        f"  DRAM    {exact_bytes(memory.dram)}",
+        f"  disk    {exact_bytes(memory.disk)}",
         f"  (the whole KV cache is {format_bytes(plan.full_kv_bytes)})",
     ]
     if memory.prefill:
-        lines.insert(2, f"          and {format_bytes(memory.prefill)} during prefill")
+        lines.insert(2, f"          and {exact_bytes(memory.prefill)} during prefill")
     return "\n".join(lines)
 
 
@@ -140,7 +140,10 @@ def summarise(report: dict[str, Any]) -> str:
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Writes the whole report or leaves the file as it was."""
+    """Writes the whole report or leaves the file as it was. A symbolic link keeps pointing where it does."""
+    path = path.resolve()
+    umask = os.umask(0)
+    os.umask(umask)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         temporary = Path(file.name)
         try:
@@ -148,6 +151,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o666 & ~umask)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from swapkv_jax.errors import UsageError
 
+COLDEST = 1e-4  # below, logits divided by the temperature leave float32
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
@@ -23,8 +25,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise UsageError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if self.temperature != 0.0 and not COLDEST <= self.temperature < float("inf"):
+            raise UsageError(f"temperature must be 0 (greedy) or at least {COLDEST}, not {self.temperature}")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:

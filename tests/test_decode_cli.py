@@ -162,6 +162,13 @@ def test_quiet(run) -> None:
         (["--prompt", "hi", "--cache", "nonsense"], "invalid choice"),
         (["--prompt", "hi", "--chat", "--raw"], "not allowed with"),
         (["--prompt", "hi", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "hi", "--temperature", "1e-38"], "temperature must be"),
+        (["--prompt", "hi", "--dry-run", "--temperature", "nan"], "temperature must be"),
+        (["--prompt", "hi", "--cache", "group", "--tier", "dram"], "contradicts"),
+        (["--prompt", "hi", "--cache", "group", "--physical-layers", "3"], "contradicts"),
+        (["--prompt", "hi", "--plan", "x", "--max-context", "6"], "--max-context"),
+        (["--prompt", os.fsdecode(b"\xff\xfe")], "not UTF-8"),
+        (["--prompt", "hi", "--report", "/dev/null"], "regular file"),
         (["--prompt", "hi", "--top-p", "0.5"], "--temperature"),
         (["--prompt", "hi", "--temperature", "1", "--top-p", "1.5"], "top_p must be"),
         (["--prompt", "hi", "--temperature", "1", "--seed", "-1"], "seed must be"),
@@ -323,6 +330,47 @@ def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytes
     assert "layer 1, group 0" in err
     assert str(tmp_path / "store") in err
     assert report is None
+
+
+def test_two_runs_share_a_store(model: Path, tmp_path: Path) -> None:
+    command = _command(model, "--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--tier", "disk",
+                       "--quiet", "--store-dir", str(tmp_path))  # fmt: skip
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    results = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], results
+    assert results[0] == results[1]
+
+
+def test_terminated_in_the_middle(model: Path, tmp_path: Path) -> None:
+    command = _command(model, "--prompt", "hi", "--max-new-tokens", "250", "--ignore-eos", "--tier", "disk",
+                       "--quiet", "--store-dir", str(tmp_path))  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"Traceback" not in err
+    assert not list(tmp_path.glob("*.kv*"))
+
+
+def test_a_report_keeps_a_link_and_its_mode(run, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    assert run("--prompt", "hi", "--max-new-tokens", "2", "--report", str(link))[0] == 0
+    assert link.is_symlink()
+    umask = os.umask(0)
+    os.umask(umask)
+    assert target.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert json.loads(target.read_text())["policy"] == "resident"
+
+
+def test_a_crlf_file_is_taken_as_it_is(run, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"a\r\nb\r\n")
+    lengths = [run(*p, "--max-new-tokens", "2")[3]["prompt_tokens"][0]
+               for p in (["--prompt-file", str(file)], ["--prompt", "a\r\nb\r\n"])]  # fmt: skip
+    assert lengths[0] == lengths[1]
 
 
 def test_installed_command() -> None:

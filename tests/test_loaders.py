@@ -374,7 +374,7 @@ def test_gguf_rope_settings(tmp_path: Path) -> None:
         ({"block_count": None}, ["block_count"]),
         ({"block_count": "four"}, ["four"]),
         ({"block_count": 3}, ["blk.3.", "not used"]),
-        ({"block_count": 1 << 30}, ["1073741824 layers"]),
+        ({"block_count": 1 << 30}, ["layers is 1073741824"]),
         ({"blk.2.ffn_up.weight": None}, ["blk.2.ffn_up.weight", "missing"]),
         ({"token_embd.weight": None}, ["token_embd.weight", "missing"]),
         ({"blk.2.ffn_up.weight": np.zeros((3, 64), np.float32)}, ["[3, 64]", "[112, 64]"]),

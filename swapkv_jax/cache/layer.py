@@ -7,6 +7,8 @@ computes, and the step, which writes back a layer's new token while the next lay
 from __future__ import annotations
 
 import abc
+import os
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -28,6 +30,7 @@ class LayerCache(abc.ABC):
         self._program = program
         self._plan = plan = program.plan
         self._io = ThreadPoolExecutor(plan.io_threads, thread_name_prefix="swapkv-io")
+        self._name = f"decode-{os.getpid()}-{secrets.token_hex(4)}"  # others may use the same store
         self._generation = 0
         self._wait_s = 0.0
         self._ring: list[Slot] = []  # prefill's slots; layer i uses i mod physical_layers
@@ -64,7 +67,7 @@ class LayerCache(abc.ABC):
 
     def begin(self, prompts: Sequence[int], limits: Sequence[int]) -> None:
         self._generation += 1
-        names = [f"generation-{self._generation}-row-{row}" for row in range(self._plan.batch)]
+        names = [f"{self._name}-{self._generation}-row-{row}" for row in range(self._plan.batch)]
         self._open_sequences(names, prompts, limits)
         self._ring = self._prefill_ring()
         self._streams = [None] * len(self._ring)

@@ -104,6 +104,8 @@ class Geometry:
         for name in (*sizes.split(), "norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ModelError(f"{name} is {getattr(self, name)}; it must be positive")
+        if self.layers > 65536:
+            raise ModelError(f"layers is {self.layers}; at most 65536 are supported")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} query heads do not divide among {self.kv_heads} KV heads")
         if self.head_dim % 2:

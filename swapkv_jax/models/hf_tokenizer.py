@@ -96,6 +96,8 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot read the chat template ({error}); download it again") from error
     template = config.get("chat_template")
+    if not isinstance(template, str | list | None):
+        raise ModelError(f"{directory}: chat_template is {template!r}; it must be a template's text")
     if isinstance(template, list):
         by_name = {entry["name"]: entry["template"] for entry in template}
         return by_name.get("default")

@@ -168,7 +168,9 @@ def _hf_eos(generation: dict[str, Any], config: dict[str, Any], tokenizer: Token
         ids = record.get("eos_token_id")
         if isinstance(ids, int):
             return frozenset({ids})
-        if isinstance(ids, list) and ids:
+        if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
             return frozenset(ids)
+        if ids is not None and ids != []:
+            raise ModelError(f"eos_token_id is {ids!r}; it must be a token id or a list of them")
     own = tokenizer.id_of(tokenizer.eos_token) if tokenizer.eos_token else None
     return frozenset() if own is None else frozenset({own})

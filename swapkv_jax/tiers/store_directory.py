@@ -134,7 +134,10 @@ class StoreDirectory:
                 self._descriptor = -1
 
     def _abandoned(self, path: Path) -> bool:
-        descriptor = self._syscalls.open(path, os.O_RDWR)
+        try:
+            descriptor = self._syscalls.open(path, os.O_RDWR)
+        except OSError:
+            return False  # not ours to read, so not ours to delete
         try:
             if not self._syscalls.try_lock(descriptor):
                 return False
