@@ -78,7 +78,7 @@ class Engine:
         self.params = jax.tree.map(jax.device_put, model.params)
         self.program = compile_program(plan, model.geometry, sampling)
         if plan.policy == "group" and adapter is None:
-            adapter, self.adapter_note = ensure_adapter(model)
+            adapter, _ = ensure_adapter(model)
         self._cache = make_cache(
             self.program,
             fingerprint=model.fingerprint,
@@ -191,7 +191,8 @@ class Engine:
         setattr(self, f"_{name}", self.program.assign(getattr(self, f"_{name}"), values.astype(np.int32)))
 
     def addresses(self) -> dict[str, int]:
-        """Addresses of every device buffer that decode reads or writes, weights left out."""
+        """Addresses of the device buffers that graphs read or write in decode, weights left out. (A layer that
+        arrives over transport `copy` lands elsewhere first; the slot it moves into is what counts.)"""
         names = ("x", "tokens", "lengths", "logits", "advance", "forced")
         state = {name: getattr(self, f"_{name}") for name in names}
         return {
