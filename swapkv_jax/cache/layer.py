@@ -24,7 +24,7 @@ Slot = tuple[jax.Array, jax.Array]
 
 
 class LayerCache(abc.ABC):
-    """Subclasses say where layers are kept; see `_PoolCache`s in dram.py and disk.py."""
+    """Subclasses say where layers are kept: see dram.py, disk.py and, for policy `group`, group.py."""
 
     def __init__(self, program: Program):
         self._program = program
