@@ -11,19 +11,18 @@ import contextlib
 import fcntl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 
 from swapkv_jax.adapter import Adapter, NoAdapterError, adapter_directory, digest_text
 from swapkv_jax.errors import ModelError, UsageError
-from swapkv_jax.graph import scalar
 from swapkv_jax.models import Model
 from swapkv_jax.models.weights import Progress
 from swapkv_jax.plan import DType
 from swapkv_jax.planner import make_plan
-from swapkv_jax.program import Program, compile_program
+from swapkv_jax.program import compile_program
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.staging import read_only_view, zeros
 
@@ -163,10 +162,10 @@ def _gram_matrices(
     grams = np.zeros((geometry.layers, size, size), np.float64)
     done, total = 0, len(windows) * geometry.layers
     for ids in windows:
-        hidden = _embed(program, params, ids)
+        hidden = program.embed_prompt(params["embed"], ids)
         for layer in range(geometry.layers):
             # Every layer may use the same K and V: prefill reads only what it has written for this window.
-            hidden, k, v = _run_layer(program, params["layers"][layer], hidden, k, v, len(ids))
+            hidden, k, v = program.prefill_layer(params["layers"][layer], hidden, k, v, 0, len(ids))
             keys = read_only_view(k)[0].reshape(size, -1)[:, : len(ids)].astype(np.float64)
             grams[layer] += keys @ keys.T
             if not 0 < np.trace(grams[layer]) < np.inf:
@@ -178,27 +177,6 @@ def _gram_matrices(
             if progress is not None:
                 progress(_BAR, done, total)
     return grams
-
-
-def _embed(program: Program, params: Any, ids: list[int]) -> list[jax.Array]:
-    """The window's chunks [C, H], padded as the graphs want them."""
-    hidden = []
-    for start, size in program.chunks(len(ids)):
-        tokens = np.zeros(size, np.int32)
-        part = ids[start : start + size]
-        tokens[: len(part)] = part
-        hidden.append(program.embed[size](params["embed"], tokens))
-    return hidden
-
-
-def _run_layer(
-    program: Program, layer: Any, hidden: list[jax.Array], k: jax.Array, v: jax.Array, length: int
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    out = []
-    for x, (start, size) in zip(hidden, program.chunks(length), strict=True):
-        x, k, v = program.prefill[size](layer, x, k, v, scalar(0), scalar(start), scalar(length))
-        out.append(x)
-    return out, k, v
 
 
 def _decompose(gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -293,26 +293,16 @@ class Generation:
         layers = engine.params["layers"]
         total = len(layers) * len(self._prompts)
         for row, prompt in enumerate(self._prompts):
-            chunks = program.chunks(len(prompt))
-            length = scalar(len(prompt))
-            hidden = []
-            for start, size in chunks:
-                tokens = np.zeros(size, np.int32)
-                part = prompt[start : start + size]
-                tokens[: len(part)] = part
-                hidden.append(program.embed[size](engine.params["embed"], tokens))
+            hidden = program.embed_prompt(engine.params["embed"], prompt)
             for layer, params in enumerate(layers):
                 k, v = self._cache.slot(layer)
-                at = scalar(row if k.shape[0] > 1 else 0)
-                for i, (start, size) in enumerate(chunks):
-                    hidden[i], k, v = program.prefill[size](
-                        params, hidden[i], k, v, at, scalar(start), length
-                    )
+                at = row if k.shape[0] > 1 else 0
+                hidden, k, v = program.prefill_layer(params, hidden, k, v, at, len(prompt))
                 self._cache.filled(layer, row, len(prompt), k, v)
                 if self._on_prefill is not None:
                     jax.block_until_ready(hidden[-1])  # progress that is true
                     self._on_prefill(row * len(layers) + layer + 1, total)
-            start, size = chunks[-1]
+            start, size = program.chunks(len(prompt))[-1]
             last = scalar(len(prompt) - 1 - start)
             engine._x = program.take[size](engine._x, hidden[-1], scalar(row), last)
 

@@ -7,15 +7,16 @@ nothing can compile during decode. Buffers that change are donated and come back
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from swapkv_jax.attention import attend, attend_chunk
-from swapkv_jax.graph import Graph, Shape
+from swapkv_jax.graph import Graph, Shape, scalar
 from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
@@ -77,6 +78,26 @@ class Program:
                 start += size
         return pieces
 
+    def embed_prompt(self, table: jax.Array, ids: Sequence[int]) -> list[jax.Array]:
+        """The hidden states [C, H] of a prompt's chunks before the first layer, the last one padded."""
+        hidden = []
+        for start, size in self.chunks(len(ids)):
+            tokens = np.zeros(size, np.int32)
+            part = ids[start : start + size]
+            tokens[: len(part)] = part
+            hidden.append(self.embed[size](table, tokens))
+        return hidden
+
+    def prefill_layer(
+        self, params: Params, hidden: list[jax.Array], k: jax.Array, v: jax.Array, row: int, length: int
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """One layer takes all chunks of a prompt of `length` tokens; K and V hold them in `row` afterwards."""
+        out = []
+        for x, (start, size) in zip(hidden, self.chunks(length), strict=True):
+            x, k, v = self.prefill[size](params, x, k, v, scalar(row), scalar(start), scalar(length))
+            out.append(x)
+        return out, k, v
+
     @property
     def decode_graphs(self) -> tuple[Graph, ...]:
         """Every graph that a decode step runs."""
@@ -95,7 +116,7 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
     block = split_block(geometry, plan.dtype)
     dtype, b, h = jnp.dtype(plan.dtype), plan.batch, geometry.hidden
     table = Shape((geometry.vocab, h), dtype)
-    scalar, rows = Shape((), jnp.int32), Shape((b,), jnp.int32)
+    number, rows = Shape((), jnp.int32), Shape((b,), jnp.int32)
     x = Shape((b, h), dtype)
     k, v = (Shape(s, dtype) for s in plan.layer_shapes(b))
     k_fill, v_fill = (Shape(s, dtype) for s in plan.layer_shapes(plan.slot_rows))
@@ -105,9 +126,9 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
     for c in sorted({min(c, plan.capacity) for c in plan.prefill_chunks}):
         chunk = Shape((c, h), dtype)
         embed[c] = Graph("embed", _embed, [table, Shape((c,), jnp.int32)], ())
-        arguments = [block.params, chunk, k_fill, v_fill, scalar, scalar, scalar]
+        arguments = [block.params, chunk, k_fill, v_fill, number, number, number]
         prefill[c] = Graph("prefill", _prefill(block), arguments, (1, 2, 3))
-        take[c] = Graph("take", _take, [x, chunk, scalar, scalar], (0,))
+        take[c] = Graph("take", _take, [x, chunk, number, number], (0,))
 
     group = compile_group_graphs(plan, block, h) if plan.policy == "group" else None
     segments = {}
@@ -121,7 +142,7 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         append = Graph("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
     elif plan.policy == "layer" and plan.tier == "disk":
         records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
-        fill = Graph("fill", _fill_records(plan), [k, v, records, scalar, scalar], (0, 1))
+        fill = Graph("fill", _fill_records(plan), [k, v, records, number, number], (0, 1))
     elif plan.policy == "layer" and plan.transport == "copy":
         fill = Graph("fill", _fill_layer, [k, v, k, v], (0, 1))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def cache_home() -> Path:
     """The user's cache directory (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def default_store_dir() -> Path:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from swapkv_jax.errors import ModelError
 from swapkv_jax.models.weights import Progress
+from swapkv_jax.store_paths import cache_home
 
 EMBEDDED_NAME = "smollm2-135m"
 
@@ -35,8 +36,7 @@ def cache_directory() -> Path:
     """Where fetched models are kept: `$SWAPKV_MODEL_CACHE`, else the user's cache directory."""
     if override := os.environ.get("SWAPKV_MODEL_CACHE"):
         return Path(override).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "swapkv_jax" / "models"
+    return cache_home() / "swapkv_jax" / "models"
 
 
 def embedded_path(progress: Progress | None = None) -> Path:
