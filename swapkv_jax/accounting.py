@@ -8,6 +8,8 @@ import jax
 import msgspec
 
 from swapkv_jax.engine import Engine
+from swapkv_jax.models import Geometry
+from swapkv_jax.plan import Plan
 
 
 class DeviceBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,24 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         temporaries=max(graph.memory.temporaries for graph in program.decode_graphs),
         prefill=planned.prefill,
     )
+
+
+# Of a plan's buffers: state that every policy has alike, and small change of `group` that holds no keys or values.
+_NOT_KV = {"x", "tokens", "lengths", "advance", "forced", "logits", "new", "used", "ids", "adapter"}
+
+
+def kv_bytes(plan: Plan, geometry: Geometry) -> dict[str, int]:
+    """Bytes per tier ("device", "dram", "disk") that decode holds keys, values or summaries of them in.
+
+    What a device buffer shares with DRAM counts there. `group`'s adapter is a weight: it does not grow with rows
+    or context.
+    """
+    held = {"device": 0, "dram": 0, "disk": 0}
+    for buffer in plan.buffers(geometry):
+        kind = buffer.name.partition(".")[0]
+        if kind not in _NOT_KV and buffer.phase == "always" and buffer.alias_of is None:
+            held[buffer.tier] += buffer.bytes
+    return held
 
 
 def _tree_bytes(tree: Any) -> int:

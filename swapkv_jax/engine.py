@@ -20,8 +20,8 @@ from swapkv_jax.errors import UsageError
 from swapkv_jax.graph import scalar
 from swapkv_jax.models import Model
 from swapkv_jax.plan import Plan
+from swapkv_jax.prefilled import Prefilled, check_prompts, write_row
 from swapkv_jax.program import compile_program
-from swapkv_jax.random_kv import put_random
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.staging import fetch, zeros
 from swapkv_jax.store_paths import default_store_dir
@@ -122,7 +122,7 @@ class Engine:
         return_logits: bool = False,
         forced: Sequence[Sequence[int]] | None = None,
         on_prefill: PrefillProgress | None = None,
-        random_prefill: bool = False,
+        prefilled: Prefilled | None = None,
     ) -> Generation:
         """Starts a generation: an iterator of `Step`s, whose first one does the prefill.
 
@@ -131,17 +131,19 @@ class Engine:
           max_new_tokens: most tokens per row; rows also end at the model's end-of-text tokens.
           forced: per row, the tokens to take whatever the logits say (teacher forcing), at least
             `max_new_tokens` of them.
-          random_prefill: give the prompts' tokens random keys and values, the same under every policy,
-            instead of computing them. The text means nothing: for timing decode without a long prefill.
+          prefilled: take the prompts' keys and values from here instead of computing them: `capture` keeps
+            computed ones for several engines, `RandomPrefill` makes them up.
         Raises:
-          UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context; or the engine
-            is closed.
+          UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context; `prefilled` is
+            of other prompts; or the engine is closed.
         """
         if self._closed:
             raise UsageError("the engine is closed; make a new one")
         if self._generation is not None:
             self._generation.close()
         self._check(prompts, max_new_tokens, forced)
+        if prefilled is not None:
+            prefilled.check(self.model, prompts)
         self.program.prepare_head(sampling)
         self._generation = Generation(
             self,
@@ -152,7 +154,7 @@ class Engine:
             return_logits,
             forced,
             on_prefill,
-            random_prefill,
+            prefilled,
         )
         return self._generation
 
@@ -169,11 +171,8 @@ class Engine:
         for row, tokens in enumerate(forced or ()):
             if not all(0 <= token < vocab for token in tokens):
                 raise UsageError(f"forced tokens of row {row + 1} are outside 0 to {vocab - 1}")
+        check_prompts(prompts, vocab)
         for row, prompt in enumerate(prompts):
-            if not prompt:
-                raise UsageError(f"prompt {row + 1} is empty; give at least one token")
-            if not all(0 <= token < vocab for token in prompt):
-                raise UsageError(f"prompt {row + 1} holds token ids outside 0 to {vocab - 1}")
             if len(prompt) + max_new_tokens > plan.max_context:
                 raise UsageError(
                     f"prompt {row + 1} has {len(prompt)} tokens: with {max_new_tokens} new ones that is over "
@@ -221,12 +220,12 @@ class Generation:
         return_logits: bool,
         forced: Sequence[Sequence[int]] | None,
         on_prefill: PrefillProgress | None,
-        random_prefill: bool,
+        prefilled: Prefilled | None,
     ):
         self._engine, self._cache = engine, engine._cache
         self._prompts, self._max_new, self._eos = prompts, max_new_tokens, eos
         self._return_logits, self._forced, self._on_prefill = return_logits, forced, on_prefill
-        self._random_prefill = random_prefill
+        self._prefilled = prefilled
         self._head = engine.program.head[sampling]
         params = engine.params
         self._head_params = {k: params[k] for k in ("final_norm", "embed", "head") if k in params}
@@ -262,10 +261,10 @@ class Generation:
             self._cache.begin(
                 [len(p) for p in self._prompts], [len(p) + self._max_new for p in self._prompts]
             )
-            if self._random_prefill:
-                self._prefill_randomly()
-            else:
+            if self._prefilled is None:
                 self._prefill()
+            else:
+                self._take_prefilled(self._prefilled)
             self._engine._assign("lengths", self._held)
             self._engine._assign("forced", np.full(len(self._prompts), -1))
             self._cache.start()
@@ -306,14 +305,24 @@ class Generation:
             last = scalar(len(prompt) - 1 - start)
             engine._x = program.take[size](engine._x, hidden[-1], scalar(row), last)
 
-    def _prefill_randomly(self) -> None:
-        """Random keys and values take the ordinary way into the cache and its tiers."""
-        layers = len(self._engine.params["layers"])
+    def _take_prefilled(self, source: Prefilled) -> None:
+        """What the source has takes the ordinary way into the cache and its tiers."""
+        engine, program = self._engine, self._engine.program
+        layers = len(engine.params["layers"])
+        total = layers * len(self._prompts)
+        size = min(program.take)
         for row, prompt in enumerate(self._prompts):
             for layer in range(layers):
                 k, v = self._cache.slot(layer)
-                k, v = put_random(k, v, row, len(prompt), seed=row * layers + layer)
+                at = row if k.shape[0] > 1 else 0
+                k_row, v_row = source.kv(row, layer)
+                k, v = write_row(k, k_row, at), write_row(v, v_row, at)
                 self._cache.filled(layer, row, len(prompt), k, v)
+                if self._on_prefill is not None:
+                    self._on_prefill(row * layers + layer + 1, total)
+            last = np.zeros((size, self._engine.model.geometry.hidden), engine._x.dtype)
+            last[0] = source.hidden(row)
+            engine._x = program.take[size](engine._x, last, scalar(row), scalar(0))
 
     def _step(self) -> Step:
         engine = self._engine

@@ -109,6 +109,24 @@ def test_random_prefill_is_the_same_under_every_policy(run: Run) -> None:
         assert row["tpot_s"] > 0
 
 
+def test_prefill_once_is_shared_and_removed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, _, real = run("--batch", str(BATCH), "--tier", "dram,disk")
+    assert code == 0
+    monkeypatch.setattr("swapkv_jax.engine.Generation._prefill", None)  # no engine prefills for itself
+    code, out, err, report = run("--batch", str(BATCH), "--tier", "dram,disk", "--prefill", "once")
+    assert code == 0
+    assert report["prefill"] == "once"
+    assert "once prefill" in out
+    assert "prefill (layers)" in err
+    for row, ordinary in zip(report["rows"], real["rows"], strict=True):
+        assert row["ttft_s"] is None
+        assert row["tokens_as_first"] == 3 + STEPS
+        assert row["kv_bytes"] == ordinary["kv_bytes"]
+    assert list((tmp_path / "store").iterdir()) == []
+
+
 def test_every_batch(run: Run) -> None:
     code, _, _, report = run("--policies", "resident", "--context", "5", "--batch", "1,2", "--steps", "1")
     assert code == 0

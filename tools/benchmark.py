@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -28,9 +29,12 @@ from peers import PEERS, PeerUnavailable
 from tqdm import tqdm
 
 from swapkv_jax import Plan, SwapKVError, UsageError, load_model, make_plan
+from swapkv_jax.capture import capture
 from swapkv_jax.models import DTYPES, Model
 from swapkv_jax.planner import weight_bytes
+from swapkv_jax.prefilled import Prefilled, RandomPrefill
 from swapkv_jax.store_paths import default_store_dir
+from swapkv_jax.talk import Talk
 
 POLICIES, TIERS = ("resident", "layer"), ("dram", "disk")
 PAUSE_S = 0.02  # before each step: the last one's threads stop spinning, and reading ahead comes to rest
@@ -100,7 +104,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 decode = peer.open(batch, context + _new_tokens(args))
                 contenders.append(PeerDecode(name, peer.version, decode))
                 stack.callback(contenders[-1].close)
-            rows = _interleave(contenders, prompts[shape], args)
+            prefilled = _prefilled(args.prefill, model, prompts[shape], store_dir, stack)
+            rows = _interleave(contenders, prompts[shape], prefilled, args)
         for row, plan in zip(rows, [*plans[shape], *[None] * len(peers)], strict=True):
             full = (plan or plans[shape][0]).full_kv_bytes
             report["rows"].append(
@@ -152,18 +157,34 @@ def _prompts(file: Path | None, model: Model, context: int, batch: int) -> list[
 # ---- measuring -----------------------------------------------------------------------------------------
 
 
+def _prefilled(
+    kind: str, model: Model, prompts: list[list[int]], store_dir: Path, stack: ExitStack
+) -> Prefilled | None:
+    """What --prefill gives our engines to start from. A captured prefill's files go when `stack` closes."""
+    if kind == "random":
+        return RandomPrefill(model, prompts)
+    if kind == "real":
+        return None
+    place = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-prefill-", dir=store_dir))
+    with Talk(quiet=False).bars() as progress:
+        return capture(model, prompts, Path(place), progress=progress)
+
+
 def _interleave(
-    contenders: list[Contender], prompts: list[list[int]], args: argparse.Namespace
+    contenders: list[Contender],
+    prompts: list[list[int]],
+    prefilled: Prefilled | None,
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """One row per contender, from rounds in which each takes one step."""
-    new, random = _new_tokens(args), args.prefill == "random"
+    new, random = _new_tokens(args), isinstance(prefilled, RandomPrefill)
     samples = [Samples() for _ in contenders]
     ttft = []
     title = f"context {len(prompts[0])} batch {len(prompts)}"
     with tqdm(total=len(contenders) * new, desc=title, unit="step", file=sys.stderr) as progress:
         for contender in contenders:
             progress.set_postfix_str(f"prefill {contender.label}")
-            ttft.append(contender.prefill(prompts, new, random=random))
+            ttft.append(contender.prefill(prompts, new, prefilled))
             progress.update()
         before = machine.load()
         for turn in range(WARM_UP + args.steps):
@@ -286,9 +307,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-file", type=Path, help="real text; random tokens without it")
     parser.add_argument(
         "--prefill",
-        choices=("real", "random"),
+        choices=("real", "once", "random"),
         default="real",
-        help="random: keys and values are made up, which times decode alone and gives no ttft",
+        help="once: all our engines start from one computation, kept in --store-dir meanwhile; random: keys and "
+        "values are made up. Both time decode alone and give no ttft",
     )
     parser.add_argument("--store-dir", type=Path, help="directory of the disk tier")
     parser.add_argument("--json", type=Path, required=True, metavar="OUT")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from swapkv_jax import Engine, Plan
+from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.models import Model
+from swapkv_jax.prefilled import Prefilled, Prompts, RandomPrefill
 from swapkv_jax.tiers import sequential_read_rate
 from swapkv_jax.tiers.direct_io import PAGE
-
-Prompts = Sequence[Sequence[int]]
 
 
 @dataclass
@@ -37,8 +36,11 @@ class Contender(Protocol):
     @property
     def label(self) -> str: ...
 
-    def prefill(self, prompts: Prompts, new_tokens: int, *, random: bool) -> float | None:
-        """Seconds to the first token, None where the prefill was made up."""
+    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
+        """Seconds to the first token, None where the prefill was not computed here.
+
+        A peer cannot take keys and values that were captured: it computes its own, and makes up random ones.
+        """
         ...
 
     def step(self) -> None: ...
@@ -76,12 +78,12 @@ class OurEngine:
     def label(self) -> str:
         return self._plan.policy if self._plan.tier is None else f"{self._plan.policy} {self._plan.tier}"
 
-    def prefill(self, prompts: Prompts, new_tokens: int, *, random: bool) -> float | None:
+    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
         self._generation = self._engine.generate(
-            prompts, max_new_tokens=new_tokens, ignore_eos=True, random_prefill=random
+            prompts, max_new_tokens=new_tokens, ignore_eos=True, prefilled=prefilled
         )
         self.step()
-        return None if random else self._generation.ttft_s
+        return self._generation.ttft_s if prefilled is None else None
 
     def step(self) -> None:
         self.tokens.append([token for token in next(self._generation).tokens if token is not None])
@@ -117,17 +119,12 @@ class OurEngine:
         return sum(sizes.values()) / seconds
 
     def describe(self) -> dict[str, Any]:
-        held = {"device": 0, "dram": 0, "disk": 0}
-        for buffer in self._plan.buffers(self._geometry):
-            part = buffer.name.partition(".")[0]
-            if part in _KV_BUFFERS and buffer.phase == "always" and buffer.alias_of is None:
-                held[buffer.tier] += buffer.bytes
         return {
             "policy": self._plan.policy,
             "peer": None,
             "tier": self._plan.tier,
             "physical_layers": self._plan.physical_layers,
-            "kv_bytes": held,
+            "kv_bytes": kv_bytes(self._plan, self._geometry),
             "compiles_during_decode": self._generation.compiles_during_decode,
             "notes": list(self._engine.use.notes),
         }
@@ -137,9 +134,6 @@ class OurEngine:
         shutil.rmtree(self._store, ignore_errors=True)
 
 
-_KV_BUFFERS = {"kv", "slot", "arriving", "pool", "staging", "rolling", "sequence"}
-
-
 class PeerDecode:
     """A peer's decode, timed as ours is."""
 
@@ -147,9 +141,9 @@ class PeerDecode:
         self.label, self._version, self._decode = name, version, decode
         self.tokens: list[list[int]] = []
 
-    def prefill(self, prompts: Prompts, new_tokens: int, *, random: bool) -> float | None:
+    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
         started = time.perf_counter()
-        if random:
+        if isinstance(prefilled, RandomPrefill):
             self._decode.prefill_randomly(len(prompts[0]))
             return None
         self.tokens.append(self._decode.prefill(prompts))
