@@ -106,11 +106,17 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Frees every tier; harmless when repeated."""
-        if self._generation is not None:
-            self._generation.close()
-        self._cache.close()
+        """Frees every tier, even where ending the generation raises; harmless when repeated.
+
+        Raises:
+          TierError: a write of the generation had failed.
+        """
         self._closed = True
+        try:
+            if self._generation is not None:
+                self._generation.close()
+        finally:
+            self._cache.close()
 
     def generate(
         self,
