@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from burn import burn, late, rounds_for
 from engines import Decoded, assert_same, decode, layer_plan, prompts_of, resident_plan
 
 from swapkv_jax import Engine
@@ -28,30 +29,6 @@ from swapkv_jax.staging import StagingRing, alias, fetch, host_view, pinned, rea
 from swapkv_jax.tiers import DiskStore, Syscalls, aligned_buffer
 
 SHAPE = (4, 256)
-
-
-def burn(rounds: int) -> jax.Array:
-    """0 as int32, after a chain of products that no compiler shortens."""
-
-    def product(_: Any, x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ x)
-
-    x = jax.lax.fori_loop(0, rounds, product, jnp.full((96, 96), 0.01, jnp.float32))
-    return jnp.isnan(x[0, 0]).astype(jnp.int32)
-
-
-def seconds(function: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - started
-
-
-def rounds_for(target_s: float) -> int:
-    """How many rounds of `burn` take about that long here."""
-    probe = 300
-    compiled = jax.jit(partial(burn, probe)).lower().compile()
-    compiled()
-    return max(1, int(probe * target_s / seconds(compiled)))
 
 
 def no_fence(self: Any, slot: int) -> None:
@@ -67,8 +44,8 @@ def slow_consumer() -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     rounds = rounds_for(0.06)
 
     def consume(staging: jax.Array) -> tuple[jax.Array, jax.Array]:
-        late = burn(rounds)
-        return jnp.where(late == 0, staging, jnp.nan), late
+        burnt = burn(rounds)
+        return jnp.where(burnt == 0, staging, jnp.nan), burnt
 
     return jax.jit(consume).lower(Shape(SHAPE, jnp.float32)).compile()
 
@@ -175,8 +152,7 @@ def slow_fill(engine: Engine, rounds: int) -> Graph:
     fill = _fill_records(plan)
 
     def slow(k: Any, v: Any, records: Any, row: Any, first_group: Any) -> Any:
-        late = burn(rounds)
-        return fill(k, v, jnp.where(late == 0, records, jnp.nan), row, first_group)
+        return fill(k, v, late(records, rounds), row, first_group)
 
     k, v = (Shape(shape, jnp.float32) for shape in plan.layer_shapes(plan.batch))
     records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), jnp.float32)
@@ -191,8 +167,7 @@ def slow_segment(engine: Engine, rounds: int) -> Graph:
     segment = _segment(block)
 
     def slow(layers: Any, x: Any, ks: Any, vs: Any, news: Any, lengths: Any) -> Any:
-        late = burn(rounds)
-        ks, vs = ([jnp.where(late == 0, part, jnp.nan) for part in parts] for parts in (ks, vs))
+        ks, vs = late((ks, vs), rounds)
         return segment(layers, x, ks, vs, news, lengths)
 
     k, v = (Shape(shape, jnp.float32) for shape in plan.layer_shapes(plan.batch))
