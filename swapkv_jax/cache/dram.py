@@ -97,8 +97,8 @@ class AliasLayerCache(DramLayerCache):
 
     @property
     def use(self) -> CacheUse:
-        note = () if self._pool.locked else ("the DRAM pool is not locked in memory: it may be swapped out",)
-        return CacheUse(dram_used=self._pool.used, wait_s=self._wait_s, notes=note)
+        note = self._pool.note
+        return CacheUse(dram_used=self._pool.used, wait_s=self._wait_s, notes=(note,) if note else ())
 
     def addresses(self) -> dict[str, int]:
         return {**super().addresses(), **slot_addresses(self._slots)}

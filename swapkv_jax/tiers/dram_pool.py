@@ -109,6 +109,11 @@ class DramPool:
         """Sequences that can be evicted, next victim first."""
         return self._order.past
 
+    @property
+    def note(self) -> str | None:
+        """What the user should know of the memory, if anything."""
+        return None if self.locked else "the DRAM pool is not locked in memory: it may be swapped out"
+
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._tables
 
