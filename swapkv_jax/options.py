@@ -59,7 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--tier",
         choices=["auto", "dram", "disk"],
-        help="what holds the other layers (default auto: DRAM if they fit)",
+        help="what holds the other layers (default auto: DRAM if they fit). --cache group keeps everything on disk, "
+        "and with dram in DRAM too (auto: as many rows as --dram-memory holds, none without it)",
     )
     add("--physical-layers", type=int, metavar="P", help="device slots of one layer each (default 2)")
     add(
@@ -110,13 +111,11 @@ def check_flags(options: argparse.Namespace) -> None:
                     f"--cache resident keeps all KV on the device, so --{name.replace('_', '-')} contradicts it; "
                     "leave one of them out"
                 )
-    if options.cache == "group":
-        for name, value in (("physical_layers", options.physical_layers), ("tier", options.tier)):
-            if value not in (None, "auto", "disk"):
-                raise UsageError(
-                    f"--cache group keeps everything on disk, so --{name.replace('_', '-')} {value} contradicts it; "
-                    "leave one of them out"
-                )
+    if options.cache == "group" and options.physical_layers is not None:
+        raise UsageError(
+            f"--cache group keeps no whole layers on the device, so --physical-layers {options.physical_layers} "
+            "contradicts it; leave one of them out"
+        )
     if options.report:
         _check_writable(options.report)
     for name in ("device_memory", "dram_memory", "disk_space"):

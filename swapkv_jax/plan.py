@@ -48,7 +48,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       dtype: of weights, activations and KV.
       group_tokens: G, tokens per record of the disk store.
       physical_layers: device slots of one layer's KV each (policy `layer`).
-      tier: where the other layers are (policy `layer`).
+      tier: where the other layers are (policy `layer`). Under `group` everything is on disk; `dram` then puts
+        a pool of `dram_rows` rows in front of it.
       transport: `alias` where device memory is host memory and a slot can be the pool itself, else `copy`.
       layers_per_segment: consecutive layers compiled as one static graph (policy `resident`; one for
         `layer`, whose unit of motion is a layer).
@@ -58,6 +59,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       record_alignment: bytes that a record's length is rounded up to; a multiple of what O_DIRECT asks for.
       io_threads: readers and writers of the disk store.
       selection: the choices that only policy `group` has.
+      dram_rows: how many rows, from the first on, the pool holds whole; the others are read from disk (policy
+        `group`, tier `dram`).
     """
 
     version: Literal[1] = 1
@@ -79,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     record_alignment: int = PAGE
     io_threads: int = 6
     selection: Selection | None = None
+    dram_rows: int | None = None
 
     # ---- derived sizes -------------------------------------------------------------------------------
 
@@ -92,7 +96,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Tokens a row's KV buffers hold: `max_context` rounded up so that groups, pages and staging fit."""
         token_bytes = self.kv_heads * self.head_dim * self.itemsize
         unit = self.group_tokens
-        if self.tier == "dram":  # a row's K is a pool block of its own, and blocks are whole pages
+        if self.policy == "layer" and self.tier == "dram":
+            # A row's K of one layer is a pool block of its own, and blocks are whole pages.
             unit = math.lcm(unit, PAGE // math.gcd(PAGE, token_bytes))
         elif self.tier == "disk" and self.staging_groups:
             unit = self.group_tokens * self.staging_groups
@@ -117,6 +122,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def stride_bytes(self) -> int:
         """Bytes from one record to the next, footer and alignment included."""
         return record_stride(self.payload_bytes, self.record_alignment)
+
+    @property
+    def dram_row_bytes(self) -> int:
+        """Bytes that a whole row takes in the pool of policy `group`: all payloads, rounded up to pages."""
+        return -(-self.layers * self.groups * self.payload_bytes // PAGE) * PAGE
 
     @property
     def full_kv_bytes(self) -> int:

@@ -92,6 +92,8 @@ def _group_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer(name=f"staging.{i}", shape=(s.load_buckets[-1], values), dtype=dt, tier="dram")
     yield from _layers(plan, "prefill", plan.prefill_slots, 1, "device", phase="prefill")
     yield from _record_buffers(plan)
+    for row in range(plan.dram_rows or 0):
+        yield Buffer(name=f"row.{row}", shape=(plan.dram_row_bytes,), dtype="uint8", tier="dram")
 
 
 def _disk_buffers(plan: Plan) -> Iterator[Buffer]:

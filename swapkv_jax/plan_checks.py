@@ -60,6 +60,8 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
         )
     if plan.selection is not None and plan.policy != "group":
         raise PlanError(f"selection belongs to policy group, not {plan.policy}; leave it out")
+    if plan.dram_rows is not None and plan.policy != "group":
+        raise PlanError(f"dram_rows belongs to policy group, not {plan.policy}; leave it out")
     if plan.policy == "resident":
         _validate_resident(plan)
     elif plan.policy == "layer":
@@ -83,8 +85,17 @@ def _validate_group(plan: Plan) -> None:
     if plan.selection is None:
         raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
     plan.selection.validate(plan.kv_heads * plan.head_dim)
-    if plan.tier != "disk" or plan.transport is None:
-        raise PlanError("policy group needs tier disk and a transport (alias or copy)")
+    if plan.tier is None or plan.transport is None:
+        raise PlanError(
+            "policy group needs a tier (disk, or dram for a pool in front of it) and a transport (alias or copy)"
+        )
+    if plan.tier == "disk" and plan.dram_rows is not None:
+        raise PlanError("dram_rows means nothing with tier disk; leave it out, or use tier dram")
+    if plan.tier == "dram" and not 1 <= (plan.dram_rows or 0) <= plan.batch:
+        raise PlanError(
+            f"policy group with tier dram needs dram_rows of 1 to the batch of {plan.batch}, not {plan.dram_rows}; "
+            "use tier disk for none"
+        )
     for name in ("physical_layers", "staging_groups", "staging_slots"):
         if getattr(plan, name) is not None:
             raise PlanError(f"{name} means nothing under policy group; leave it out, or use policy layer")

@@ -55,6 +55,9 @@ def make_plan(
 
     `auto` tries `resident`, then `layer` from DRAM, then `layer` from disk: the fewer bytes move, the better.
 
+    Policy `group` keeps everything on disk. Tier `dram` keeps every row in DRAM too; `auto` does so with as many
+    as the DRAM budget holds, and with none if there is no such budget: the policy is there for small memory.
+
     Args:
       max_context: tokens per row, prompt and answer together (default: the model's limit).
       platform: "cpu", "gpu" or "tpu"; on a CPU device buffers may alias host memory.
@@ -79,7 +82,7 @@ def make_plan(
         "group_tokens": group_tokens if group_tokens is not None else 4 if cache == "group" else 64,
     }
     failures = []
-    for plan in _candidates(geometry, cache, tier, physical_layers, platform, common, overrides):
+    for plan in _candidates(geometry, cache, tier, physical_layers, platform, budgets, common, overrides):
         plan.validate(geometry)
         short = shortfalls(plan, geometry, budgets)
         if not short:
@@ -96,6 +99,7 @@ def _candidates(
     tier: TierChoice,
     physical_layers: int | None,
     platform: str,
+    budgets: Budgets,
     common: dict[str, Any],
     overrides: dict[str, Any],
 ) -> Iterator[Plan]:
@@ -116,9 +120,15 @@ def _candidates(
         return
     transport: Transport = "alias" if platform == "cpu" else "copy"
     if cache == "group":
-        yield plan(
-            policy="group", tier="disk", transport=transport, selection=overrides.pop("selection", SELECTION)
+        rows = common["batch"] if tier == "dram" else None
+        group = plan(
+            policy="group",
+            tier="dram" if rows else "disk",
+            transport=transport,
+            selection=SELECTION,
+            dram_rows=rows,
         )
+        yield _with_pool(group, geometry, budgets) if tier == "auto" else group
         return
     tiers: tuple[Tier, ...] = ("dram", "disk") if tier == "auto" else (tier,)
     for name in tiers if cache != "resident" else ():
@@ -133,14 +143,29 @@ def _candidates(
         yield layer
 
 
+def _with_pool(plan: Plan, geometry: Geometry, budgets: Budgets) -> Plan:
+    """A disk plan of policy `group` with the DRAM pool that its budgets have room for, if any."""
+    if budgets.dram is None:
+        return plan
+    memory = plan.memory(geometry)
+    room = budgets.dram - memory.dram
+    if budgets.host is not None:
+        device = memory.device + memory.prefill + weight_bytes(geometry, plan.dtype)
+        room = min(room, budgets.host - device - memory.dram)
+    rows = min(plan.batch, room // plan.dram_row_bytes)
+    return msgspec.structs.replace(plan, tier="dram", dram_rows=rows) if rows > 0 else plan
+
+
 def describe(plan: Plan) -> str:
     """A plan's policy in a few words."""
     if plan.policy == "resident":
         return "resident"
     if plan.selection is not None:
         s = plan.selection
+        kept = f", {plan.dram_rows} of {plan.batch} row(s) in DRAM too" if plan.dram_rows else ""
         return (
-            f"group ({s.selected_groups} of up to {plan.groups} groups of {plan.group_tokens}, rank {s.rank})"
+            f"group (tier {plan.tier}{kept}; {s.selected_groups} of up to {plan.groups} groups of "
+            f"{plan.group_tokens}, rank {s.rank})"
         )
     return f"layer (tier {plan.tier}, {plan.physical_layers} physical layers)"
 

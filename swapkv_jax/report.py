@@ -75,6 +75,8 @@ def build_report(
             "hidden_fraction": max(0.0, 1.0 - use.wait_s / use.read_s) if use.read_s else None,
             "groups_selected": use.groups_selected,
             "groups_read": use.groups_read,
+            "groups_from_dram": use.groups_from_dram,
+            "bytes_from_dram": use.bytes_from_dram,
             "reuse_rate": use.reuse_rate,
             "overflow_loads": use.overflow_loads,
             "summary_bytes": use.summary_bytes,
@@ -86,12 +88,14 @@ def build_report(
 def describe_plan(plan: Plan, geometry: Geometry) -> str:
     """The plan and its bytes per tier, a few lines for a person."""
     memory = plan.memory(geometry)
+    pooled = (plan.dram_rows or 0) * plan.dram_row_bytes
+    rows = f", {format_bytes(pooled)} of it whole rows" if pooled else ""
     shared = f", {format_bytes(memory.aliased)} of it the DRAM pool itself" if memory.aliased else ""
     lines = [
         f"plan {plan.hash}: {describe(plan)}, {plan.batch} row(s) of up to {plan.max_context} tokens, {plan.dtype}",
         f"  device  {exact_bytes(memory.device + memory.aliased)}{shared}, "
         f"beside {exact_bytes(weight_bytes(geometry, plan.dtype))} of weights",
-        f"  DRAM    {exact_bytes(memory.dram)}",
+        f"  DRAM    {exact_bytes(memory.dram)}{rows}",
         f"  disk    {exact_bytes(memory.disk)}",
         f"  (the whole KV cache is {format_bytes(plan.full_kv_bytes)})",
     ]
@@ -130,6 +134,11 @@ def summarise(report: dict[str, Any]) -> str:
         lines.append(
             f"  attended {io['groups_selected']} groups, {io['reuse_rate']:.1%} of them still in their slots; "
             f"summary {format_bytes(io['summary_bytes'])}"
+        )
+    if io["groups_from_dram"]:
+        lines.append(
+            f"  {io['groups_from_dram']} of the {io['groups_read']} others came from DRAM "
+            f"({format_bytes(io['bytes_from_dram'])})"
         )
     if quality := report.get("quality"):
         lines.append(

@@ -137,7 +137,8 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     """In place of `compile_program`: plans that only differ in what no graph depends on share their graphs,
     since compiling is nearly all the time that a tiny engine takes."""
     slots = {"physical_layers": plan.physical_layers and 2, "staging_slots": plan.staging_slots and 2}
-    alike = msgspec.structs.replace(plan, io_threads=1, **slots)
+    tier = {"tier": "disk", "dram_rows": None} if plan.policy == "group" else {}
+    alike = msgspec.structs.replace(plan, io_threads=1, **slots, **tier)
     return replace(_compiled(alike, geometry, sampling), plan=plan)
 
 

@@ -128,6 +128,17 @@ def test_dry_run_allocates_nothing(run, tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_dry_run_says_which_rows_are_in_dram(run) -> None:
+    arguments = ["--prompt", PROMPT, "--prompt", "hi", "--cache", "group", "--dry-run"]
+    cases = {(): 0, ("--tier", "disk"): 0, ("--tier", "dram"): 2, ("--dram-memory", "1GiB"): 2}
+    for more, rows in cases.items():
+        code, out, err, _ = run(*arguments, *more)
+        assert code == 0
+        plan = Plan.from_json(out)
+        assert (plan.tier, plan.dram_rows) == (("dram", rows) if rows else ("disk", None))
+        assert (f"tier dram, {rows} of 2 row(s) in DRAM too" if rows else "group (tier disk;") in err
+
+
 def test_a_dry_runs_plan_can_be_used(run, tmp_path: Path) -> None:
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "8", "--ignore-eos"]
     file = tmp_path / "plan.json"
@@ -164,7 +175,7 @@ def test_quiet(run) -> None:
         (["--prompt", "hi", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "hi", "--temperature", "1e-38"], "temperature must be"),
         (["--prompt", "hi", "--dry-run", "--temperature", "nan"], "temperature must be"),
-        (["--prompt", "hi", "--cache", "group", "--tier", "dram"], "contradicts"),
+        (["--prompt", "hi", "--cache", "group", "--tier", "dram", "--dram-memory", "2MiB"], "in DRAM too"),
         (["--prompt", "hi", "--cache", "group", "--physical-layers", "3"], "contradicts"),
         (["--prompt", "hi", "--plan", "x", "--max-context", "6"], "--max-context"),
         (["--prompt", os.fsdecode(b"\xff\xfe")], "not UTF-8"),

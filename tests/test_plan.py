@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from swapkv_jax import Plan, PlanError, make_plan
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Tier, staging_shape
+from swapkv_jax.selection import Selection
 from swapkv_jax.tiers import planned_file_bytes
 
 PAGE = 4096
@@ -22,6 +23,15 @@ GEOMETRY = geometry()
 RESIDENT = Plan(policy="resident", layers=7, kv_heads=2, head_dim=16, batch=2, max_context=200)
 DRAM = msgspec.structs.replace(RESIDENT, policy="layer", tier="dram", transport="alias", physical_layers=2)
 DISK = msgspec.structs.replace(DRAM, tier="disk", staging_groups=3, staging_slots=2)
+GROUP = msgspec.structs.replace(
+    RESIDENT,
+    policy="group",
+    tier="disk",
+    transport="alias",
+    group_tokens=4,
+    selection=Selection(selected_groups=12, reuse_slots=12, rank=8),
+)
+GROUP_DRAM = msgspec.structs.replace(GROUP, tier="dram", dram_rows=2)
 
 
 @st.composite
@@ -162,6 +172,14 @@ BAD: list[tuple[Plan, dict[str, Any], str, str]] = [
     (DISK, {"staging_groups": None}, "staging_groups of at least 1", "at least 1"),
     (DISK, {"staging_groups": 0}, "staging_groups of at least 1", "at least 1"),
     (DISK, {"staging_slots": 1}, "staging_slots of at least 2", "at least 2"),
+    (RESIDENT, {"dram_rows": 1}, "dram_rows belongs to policy group, not resident", "leave it out"),
+    (DRAM, {"dram_rows": 1}, "dram_rows belongs to policy group, not layer", "leave it out"),
+    (GROUP, {"dram_rows": 1}, "dram_rows means nothing with tier disk", "use tier dram"),
+    (GROUP, {"tier": "dram"}, "dram_rows of 1 to the batch of 2, not None", "use tier disk for none"),
+    (GROUP_DRAM, {"dram_rows": 0}, "dram_rows of 1 to the batch of 2, not 0", "use tier disk for none"),
+    (GROUP_DRAM, {"dram_rows": 3}, "dram_rows of 1 to the batch of 2, not 3", "1 to the batch"),
+    (GROUP_DRAM, {"tier": None}, "policy group needs a tier", "disk, or dram for a pool"),
+    (GROUP_DRAM, {"transport": None}, "a transport", "alias or copy"),
 ]
 
 
@@ -248,6 +266,16 @@ def test_buffers_add_up(case: tuple[Plan, Geometry]) -> None:
         file = planned_file_bytes(g.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
         assert memory.disk == plan.batch * file
         assert memory.disk >= plan.batch * g.layers * plan.groups * plan.stride_bytes
+
+
+def test_rows_in_dram_are_the_only_difference() -> None:
+    """The pool of policy `group` changes no other buffer: the graphs are the same."""
+    pool = set(GROUP_DRAM.buffers(GEOMETRY)) - set(GROUP.buffers(GEOMETRY))
+    assert set(GROUP.buffers(GEOMETRY)) < set(GROUP_DRAM.buffers(GEOMETRY))
+    assert {buffer.tier for buffer in pool} == {"dram"}
+    assert GROUP_DRAM.capacity == GROUP.capacity == 200
+    payloads = GEOMETRY.kv_bytes_per_token(4) * 200
+    assert sorted(buffer.bytes for buffer in pool) == [-(-payloads // PAGE) * PAGE] * 2
 
 
 @given(st.integers(1, 20_000), st.integers(512, 4 << 20))

@@ -228,6 +228,64 @@ def test_auto_steps_down() -> None:
     assert choice(device=full - 1, dram=1_800_000) == ("layer", "disk")
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_group_keeps_rows_in_dram_when_told_to(platform: str) -> None:
+    def choice(**choices: Any) -> tuple[str | None, int | None]:
+        plan = make_plan(GEOMETRY, cache="group", batch=3, platform=platform, **choices)
+        return plan.tier, plan.dram_rows
+
+    assert choice() == choice(tier="disk") == ("disk", None)
+    assert choice(tier="dram") == ("dram", 3)
+    assert choice(tier="dram", dram_rows=2) == ("dram", 2)
+    disk = make_plan(GEOMETRY, cache="group", batch=3, platform=platform)
+    fixed, row = disk.memory(GEOMETRY).dram, disk.dram_row_bytes
+    assert choice(budgets=Budgets(host=1 << 40)) == ("disk", None), "no DRAM budget, no pool"
+    assert choice(tier="disk", budgets=Budgets(dram=1 << 40)) == ("disk", None)
+    with pytest.raises(PlanError, match="dram_rows means nothing with tier disk"):
+        choice(dram_rows=2)
+    for rows, budget in (
+        (0, fixed),
+        (0, fixed + row - 1),
+        (1, fixed + row),
+        (2, fixed + 3 * row - 1),
+        (3, 1 << 40),
+    ):
+        assert choice(budgets=Budgets(dram=budget)) == (("dram", rows) if rows else ("disk", None))
+    with pytest.raises(PlanError, match=r"group \(tier disk; .* of --dram-memory, 1 bytes over"):
+        choice(budgets=Budgets(dram=fixed - 1))
+    assert choice(tier="dram", budgets=Budgets(dram=fixed + 3 * row)) == ("dram", 3)
+    with pytest.raises(PlanError, match=r"3 of 3 row\(s\) in DRAM too.* of --dram-memory, 1 bytes over"):
+        choice(tier="dram", budgets=Budgets(dram=fixed + 3 * row - 1))
+
+
+room = st.floats(-0.1, 9)  # in rows, beyond what the policy needs with none of them in DRAM
+
+
+@settings(max_examples=60, deadline=None)
+@given(dram=room, host=st.none() | room, batch=st.integers(1, 8), context=st.integers(1, 256))
+def test_group_keeps_as_many_rows_as_fit(dram: float, host: float | None, batch: int, context: int) -> None:
+    """On a CPU the device's bytes and the weights come out of the same memory."""
+    choices: dict[str, Any] = {"cache": "group", "batch": batch, "max_context": context}
+    disk = make_plan(GEOMETRY, **choices)
+    memory, row = disk.memory(GEOMETRY), disk.dram_row_bytes
+    least = memory.device + memory.prefill + weight_bytes(GEOMETRY, "float32") + memory.dram
+    budgets = Budgets(
+        dram=memory.dram + int(dram * row), host=None if host is None else least + int(host * row)
+    )
+    try:
+        rows = make_plan(GEOMETRY, budgets=budgets, **choices).dram_rows or 0
+    except PlanError:
+        with pytest.raises(PlanError):
+            make_plan(GEOMETRY, budgets=budgets, tier="disk", **choices)
+        return
+    assert 0 <= rows <= batch
+    for fewer in range(1, rows + 1):
+        make_plan(GEOMETRY, budgets=budgets, tier="dram", dram_rows=fewer, **choices)
+    if rows < batch:
+        with pytest.raises(PlanError, match="over the budget"):
+            make_plan(GEOMETRY, budgets=budgets, tier="dram", dram_rows=rows + 1, **choices)
+
+
 # --- sizes ---
 
 

@@ -14,7 +14,11 @@ from swapkv_jax.models.blocks import Params
 
 @dataclass(frozen=True, kw_only=True)
 class CacheUse:
-    """What a cache has done and holds: bytes, calls, and seconds the engine waited for data."""
+    """What a cache has done and holds: bytes, calls, and seconds the engine waited for data.
+
+    `bytes_read` and `reads` are the disk's. Of the `groups_read` under policy `group`, `groups_from_dram` came
+    out of the DRAM pool, the others from disk or, before their write had ended, from memory.
+    """
 
     dram_used: int = 0
     disk_used: int = 0
@@ -27,6 +31,8 @@ class CacheUse:
     notes: tuple[str, ...] = ()
     groups_selected: int = 0
     groups_read: int = 0
+    groups_from_dram: int = 0
+    bytes_from_dram: int = 0
     reuse_rate: float | None = None
     read_s: float = 0.0
     overflow_loads: int = 0

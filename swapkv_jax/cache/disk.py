@@ -71,7 +71,7 @@ class DiskLayerCache(LayerCache):
     def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
         group = self._tier.append(layer, row, at, k, v)
         if group is not None:
-            self._tier.files[row].write(layer, group, self._tier.rolling[layer, row][None])
+            self._tier.write(layer, row, group, self._tier.rolling[layer, row][None])
 
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
         self._drain()
@@ -215,7 +215,7 @@ class DiskLayerCache(LayerCache):
         self._drain()
         super().close()
         self._slots = []
-        self._tier.store.close()
+        self._tier.release()
 
     @property
     def use(self) -> CacheUse:

@@ -171,15 +171,14 @@ class GroupCache(LayerCache):
         records = self._staging[request.layer].records
         rows = request.missing_rows[first : first + len(records)]
         groups = request.missing_groups[first : first + len(records)]
-        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(groups) != 1)) + 1
-        cuts = {*breaks.tolist(), *(i - first for i in in_memory), *(i - first + 1 for i in in_memory)}
+        cuts = {*(i - first for i in in_memory), *(i - first + 1 for i in in_memory)}
         edges = sorted({0, len(rows), *(cut for cut in cuts if 0 < cut < len(rows))})
         for begin, end in itertools.pairwise(edges):
             if first + begin in in_memory:
                 records[begin] = in_memory[first + begin]
             else:
-                file = self._tier.files[rows[begin]]
-                file.read(request.layer, int(groups[begin]), end - begin, records[begin:end])
+                piece = slice(begin, end)
+                self._tier.start_read(request.layer, rows[piece], groups[piece], records[piece]).result()
         with self._lock:
             self._read_s += time.perf_counter() - started
 
@@ -226,7 +225,7 @@ class GroupCache(LayerCache):
         if group is not None:
             record = aligned_buffer(self._plan.stride_bytes)[None]
             record[0] = self._tier.rolling[layer, row]
-            write = self._io.submit(self._tier.files[row].write, layer, group, record)
+            write = self._io.submit(self._tier.write, layer, row, group, record)
             self._writing[layer, row, group] = (record[0], write)
 
     def _arrive(self, layer: int) -> Slot:
@@ -258,7 +257,7 @@ class GroupCache(LayerCache):
         finally:
             super().close()
             self._pools, self._rolling, self._summary, self._ids = [], [], [], []
-            self._tier.store.close()
+            self._tier.release()
 
     @property
     def use(self) -> CacheUse:

@@ -22,8 +22,8 @@ def make_cache(
     disk_limit: int | None,
     adapter: Adapter | None,
 ) -> Cache:
-    """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` alone, the
-    adapter to policy `group`, which must have one.
+    """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` and policy
+    `group`, the adapter to policy `group` alone, which must have one.
 
     Raises:
         TierError: a tier has no room.
@@ -32,7 +32,7 @@ def make_cache(
     plan = program.plan
     if plan.policy == "resident":
         return ResidentCache(program)
-    if plan.tier == "dram":
+    if plan.policy == "layer" and plan.tier == "dram":
         return AliasLayerCache(program) if plan.transport == "alias" else PinnedLayerCache(program)
     store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint)
     try:

@@ -1,12 +1,16 @@
-"""The rows of a generation as records in the disk store, their newest tokens in a rolling buffer in memory."""
+"""The rows of a generation as records: all in the disk store, some rows in DRAM too, the newest tokens in a
+rolling buffer."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
+from swapkv_jax.cache.row_pool import RowPool
 from swapkv_jax.plan import Plan
 from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
 
@@ -14,7 +18,8 @@ from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
 class RecordTier:
     """One sequence file per row; tokens that do not fill a group yet stay in `rolling` [L, B, stride] uint8.
 
-    A record holds K [Hkv, D, G] and V [Hkv, G, D] of one layer's group.
+    A record holds K [Hkv, D, G] and V [Hkv, G, D] of one layer's group. If the plan has `dram_rows`, the
+    records of that many rows are in DRAM as well, and read from there; the files stay what counts.
     """
 
     def __init__(self, plan: Plan, store: DiskStore):
@@ -24,6 +29,7 @@ class RecordTier:
         size = plan.layers * plan.batch * plan.stride_bytes
         self.rolling = aligned_buffer(size).reshape(plan.layers, plan.batch, plan.stride_bytes)
         self.rolling[...] = 0
+        self.pool = RowPool(plan) if plan.dram_rows else None
 
     def parts(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views."""
@@ -44,7 +50,7 @@ class RecordTier:
             tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
             k_out[...] = k[:, :, tokens].reshape(p.kv_heads, p.head_dim, n, -1).transpose(2, 0, 1, 3)
             v_out[...] = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim).transpose(1, 0, 2, 3)
-            self.files[row].write(layer, first, scratch[:n])
+            self.write(layer, row, first, scratch[:n])
         if rest:
             k_out, v_out = self.parts(self.rolling[layer, row][None])
             k_out[0, :, :, :rest] = k[:, :, length - rest : length]
@@ -61,11 +67,52 @@ class RecordTier:
         v_out[0, :, offset] = v
         return group if offset == self._plan.group_tokens - 1 else None
 
+    def write(self, layer: int, row: int, first_group: int, records: np.ndarray) -> None:
+        """Stores adjacent complete groups of a row, uint8 [n, stride] aligned, wherever the row is kept.
+
+        Raises:
+          TierError: the disk has no room, or the write keeps failing.
+        """
+        self.files[row].write(layer, first_group, records)
+        if self.pool is not None and row < self.pool.rows:
+            self.pool.write(layer, row, first_group, records)
+
+    def start_read(self, layer: int, rows: np.ndarray, groups: np.ndarray, out: np.ndarray) -> Future[None]:
+        """Starts to put stored records into `out`, uint8 [n, stride]: out of DRAM where that has the row.
+
+        Args:
+          rows, groups: int32 [n], in (row, group) order; the write of each has ended.
+          out: aligned and contiguous, the caller's to read once `result()` has returned.
+        Returns: what to wait for. `result()` raises TierError if a record is damaged or cannot be read; `out`
+          must then not be used.
+        """
+        cut = 0 if self.pool is None else int(np.searchsorted(rows, self.pool.rows))
+        done: Future[None] = Future()
+        try:
+            if self.pool is not None and cut:
+                self.pool.read(layer, rows[:cut], groups[:cut], out[:cut])
+            self._read_files(layer, rows[cut:], groups[cut:], out[cut:])
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
+
+    def _read_files(self, layer: int, rows: np.ndarray, groups: np.ndarray, out: np.ndarray) -> None:
+        """Reads records from the rows' files, adjacent groups together."""
+        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(groups) != 1)) + 1
+        edges = [0, *breaks.tolist(), len(rows)] if len(rows) else []
+        for begin, end in itertools.pairwise(edges):
+            self.files[rows[begin]].read(layer, int(groups[begin]), end - begin, out[begin:end])
+
     def open(self, names: Sequence[str], limits: Sequence[int]) -> None:
-        """Creates the rows' files with room for `limits` tokens each.
+        """Creates the rows' files with room for `limits` tokens each, and gives the first rows their DRAM.
 
         All the room a row may need is reserved now: a full disk shows before any work is done, and each
         layer is one sequential run.
+
+        Raises:
+          TierError: a tier has no room.
         """
         p = self._plan
         for name, limit in zip(names, limits, strict=True):
@@ -80,24 +127,38 @@ class RecordTier:
                 alignment=p.record_alignment,
             )
             self.files.append(file)
+        if self.pool is not None:
+            for name in names[: self.pool.rows]:
+                self.pool.open(name)
 
     def close(self) -> None:
         """The rows' sequences are past."""
+        if self.pool is not None:
+            self.pool.close()
         for file in self.files:
             self.store.finish(file.sequence)
         self.files = []
 
+    def release(self) -> None:
+        """Gives every tier back; harmless when repeated."""
+        if self.pool is not None:
+            self.pool.release()
+        self.store.close()
+
     @property
     def use(self) -> CacheUse:
-        """Bytes on disk, in the rolling buffer and moved so far; the cache adds its own."""
-        counts, note = self.store.counts, self.store.support.note
+        """Bytes on disk, in DRAM and moved so far; the cache adds its own."""
+        counts, pool = self.store.counts, self.pool
+        notes = (self.store.support.note, pool.note if pool is not None else None)
         return CacheUse(
-            dram_used=self.rolling.nbytes,
+            dram_used=self.rolling.nbytes + (pool.used if pool is not None else 0),
             disk_used=self.store.bytes_used,
             bytes_read=counts.bytes_read,
             bytes_written=counts.bytes_written,
             reads=counts.reads,
             writes=counts.writes,
             retries=counts.retries,
-            notes=(note,) if note else (),
+            notes=tuple(note for note in notes if note),
+            groups_from_dram=pool.groups_read if pool is not None else 0,
+            bytes_from_dram=pool.bytes_read if pool is not None else 0,
         )

@@ -1,0 +1,282 @@
+"""Policy `group` with rows in DRAM: the same tokens, no disk reads for those rows, exact memory, old rows gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from engines import CONTEXT, GROUP, Decoded, assert_same, decode, geometry, prompts_of, resident_plan
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from test_group import LENGTHS, NEW, TOLERANCE, everything, group_plan, selection
+
+from swapkv_jax import Engine, Plan, TierError, make_plan
+from swapkv_jax.accounting import device_bytes
+from swapkv_jax.adapter import Adapter
+from swapkv_jax.cache.group import GroupCache
+from swapkv_jax.cache.records import RecordTier
+from swapkv_jax.models import Model
+from swapkv_jax.report import build_report, describe_plan, summarise
+from swapkv_jax.selection import Selection
+from swapkv_jax.text import RowText
+from swapkv_jax.tiers import DiskStore, aligned_buffer, dram_pool
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+FEW = selection(selected_groups=6, reuse_slots=6, lookahead="layer")
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def adapter(deep: Model) -> Adapter:
+    """Random directions: which groups they select matters to no test here."""
+    g = deep.geometry
+    size = g.kv_heads * g.head_dim
+    matrices = np.random.default_rng(0).standard_normal((g.layers, size, size))
+    vectors = np.linalg.qr(matrices)[0].astype(np.float32)
+    spectrum = np.ones((g.layers, size))
+    return Adapter(vectors, spectrum, fingerprint=deep.fingerprint, text_digest="none", tokens=1)
+
+
+@pytest.fixture(scope="module")
+def reference(deep: Model) -> Decoded:
+    with Engine(deep, resident_plan(deep, len(LENGTHS))) as engine:
+        return decode(engine, prompts_of(*LENGTHS), NEW)
+
+
+def dram_plan(model: Model, choice: Selection, rows: int, **fields: int) -> Plan:
+    return group_plan(model, choice, tier="dram", dram_rows=rows, **fields)
+
+
+def cache_of(engine: Engine) -> GroupCache:
+    cache = engine._cache
+    assert isinstance(cache, GroupCache)
+    return cache
+
+
+# --- decode ---
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "rows"), [("step", 2), ("step", 4), ("layer", 1), ("layer", 3)], ids=str
+)
+def test_all_groups_selected_is_resident(
+    deep: Model, adapter: Adapter, reference: Decoded, tmp_path: Path, lookahead: str, rows: int
+) -> None:
+    plan = dram_plan(deep, everything(GROUP, lookahead=lookahead), rows)
+    with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
+        pool = cache_of(engine)._tier.pool
+        assert pool is not None
+        first = decode(engine, prompts_of(*LENGTHS), NEW)
+        assert_same(first, reference, TOLERANCE)
+        assert first.compiles == 0
+        assert pool.evictions == 0
+        # The second generation finds the pool full of the first one's rows, and has other lengths per row.
+        again = decode(engine, prompts_of(*reversed(LENGTHS)), NEW)
+        assert [again.row(row) for row in range(4)] == [reference.row(3 - row) for row in range(4)]
+        assert pool.evictions == rows
+        use = engine.use
+        assert 0 < use.groups_from_dram <= use.groups_read
+        assert use.bytes_from_dram == use.groups_from_dram * plan.payload_bytes
+        assert (use.reads == use.bytes_read == 0) == (rows == len(LENGTHS))
+
+
+def test_rows_in_dram_are_never_read_from_disk(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
+    """Where the rows are makes no difference to a bit; damage on disk to a row in DRAM is never even seen."""
+    prompts = prompts_of(*[CONTEXT - NEW] * len(LENGTHS))
+    with Engine(deep, group_plan(deep, FEW), store_dir=tmp_path / "disk", adapter=adapter) as engine:
+        expected = decode(engine, prompts, NEW)
+        assert engine.use.groups_from_dram == 0
+    plan = dram_plan(deep, FEW, 2)
+    with Engine(deep, plan, store_dir=tmp_path / "both", adapter=adapter) as engine:
+        cache = cache_of(engine)
+        start = cache.start
+
+        def damaged() -> None:
+            start()
+            for file in cache._tier.files[:2]:
+                for layer in range(plan.layers):
+                    (run,) = file.runs(layer, 0, file.groups)
+                    with file.path.open("r+b") as raw:
+                        raw.seek(run.file_offset)
+                        raw.write(bytes(run.groups * plan.stride_bytes))
+
+        cache.start = damaged  # type: ignore[method-assign]
+        assert_same(decode(engine, prompts, NEW), expected)
+        assert 0 < engine.use.groups_from_dram < engine.use.groups_read
+        assert engine.use.reads > 0
+
+
+def test_memory_and_report(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
+    plan = dram_plan(deep, FEW, 3)
+    memory, disk = plan.memory(deep.geometry), group_plan(deep, FEW).memory(deep.geometry)
+    row = deep.geometry.layers * plan.groups * plan.payload_bytes
+    assert memory.dram - disk.dram == 3 * -(-row // 4096) * 4096
+    assert (memory.device, memory.prefill, memory.disk) == (disk.device, disk.prefill, disk.disk)
+    prompts = prompts_of(*LENGTHS)
+    with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
+        rows = [RowText(deep.tokenizer, prompt, []) for prompt in prompts]
+        generation = engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+        for step in generation:
+            for row_text, token in zip(rows, step.tokens, strict=True):
+                assert token is not None
+                row_text.push(token)
+        use, device = engine.use, device_bytes(engine)
+        report = build_report(engine, generation, prompts, rows)
+    assert use.dram_used == memory.dram
+    assert device.planned == device.compiled == memory.device
+    assert report["memory"]["dram"] == {"planned": memory.dram, "used": memory.dram}
+    assert report["io"]["groups_from_dram"] == use.groups_from_dram > 0
+    assert report["io"]["bytes_from_dram"] == use.bytes_from_dram
+    assert report["plan"]["dram_rows"] == 3
+    assert f"{use.groups_from_dram} of the {use.groups_read} others came from DRAM" in summarise(report)
+    described = describe_plan(plan, deep.geometry)
+    assert "group (tier dram, 3 of 4 row(s) in DRAM too; 6 of up to 24 groups of 4" in described
+    assert f"{3 * plan.dram_row_bytes} bytes of it whole rows" in described
+
+
+def test_memory_that_cannot_be_locked_only_warns(
+    deep: Model, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = SimpleNamespace(mlock=lambda *_: -1)
+    monkeypatch.setattr(dram_pool.ctypes, "CDLL", lambda *_, **__: refuse)
+    plan = dram_plan(deep, FEW, 1)
+    with pytest.warns(RuntimeWarning, match="the pool stays pageable"):
+        engine = Engine(deep, plan, store_dir=tmp_path, adapter=adapter)
+    with engine:
+        assert decode(engine, prompts_of(*LENGTHS), 2).compiles == 0
+        assert "the DRAM pool is not locked in memory: it may be swapped out" in engine.use.notes
+
+
+# --- the tier by itself ---
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[RecordTier]:
+    """Three rows, the first two in DRAM."""
+    tier = RecordTier(tier_plan(dram_rows=2), DiskStore(tmp_path, limit_bytes=None, fingerprint="0" * 32))
+    yield tier
+    tier.release()
+
+
+def tier_plan(**fields: int) -> Plan:
+    known: dict[str, Any] = {
+        "batch": 3,
+        "max_context": 40,
+        "group_tokens": GROUP,
+        "record_alignment": 512,
+        "dram_rows": 3,
+    }
+    return make_plan(geometry(layers=2), cache="group", tier="dram", **{**known, **fields})
+
+
+def records(tier: RecordTier, rng: np.random.Generator, count: int) -> np.ndarray:
+    stride = tier._plan.stride_bytes
+    out = aligned_buffer(count * stride).reshape(count, stride)
+    out[...] = rng.integers(0, 256, out.shape, np.uint8)
+    return out
+
+
+@settings(
+    max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # shrinks for minutes
+@given(data=st.data())
+def test_what_is_read_is_what_was_written(data: st.DataObject) -> None:
+    """Rows in DRAM or not, groups in any combination over the rows, several generations on one pool."""
+    plan = tier_plan(
+        dram_rows=data.draw(st.integers(1, 3)),
+        group_tokens=data.draw(st.integers(1, 8)),
+        max_context=data.draw(st.integers(16, 64)),
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    payload = plan.payload_bytes
+    with TemporaryDirectory() as directory:
+        tier = RecordTier(plan, DiskStore(Path(directory), limit_bytes=None, fingerprint="0" * 32))
+        for generation in range(2):
+            limits = data.draw(st.lists(st.integers(1, plan.max_context), min_size=3, max_size=3))
+            tier.open([f"{name}{generation}" for name in NAMES], limits)
+            stored, places = {}, []
+            for row, limit in enumerate(limits):
+                groups = limit // plan.group_tokens
+                places += [(row, group) for group in range(groups)]
+                for layer in range(plan.layers):
+                    start = 0
+                    while start < groups:
+                        written = records(tier, rng, data.draw(st.integers(1, groups - start)))
+                        for i, record in enumerate(written):
+                            stored[layer, row, start + i] = record[:payload].copy()
+                        tier.write(layer, row, start, written)
+                        start += len(written)
+            wanted = data.draw(st.lists(st.sampled_from(places), unique=True)) if places else []
+            rows, groups = np.array(sorted(wanted), np.int32).reshape(-1, 2).T
+            for layer in range(plan.layers):
+                out = records(tier, rng, len(wanted))
+                before = tier.use
+                assert tier.start_read(layer, rows, groups, out).result() is None
+                for i, (row, group) in enumerate(sorted(wanted)):
+                    np.testing.assert_array_equal(out[i, :payload], stored[layer, row, group])
+                pooled = int(np.count_nonzero(rows < (plan.dram_rows or 0)))
+                assert tier.use.groups_from_dram - before.groups_from_dram == pooled
+                assert tier.use.bytes_from_dram - before.bytes_from_dram == pooled * payload
+                assert (tier.use.reads > before.reads) == (pooled < len(wanted))
+            assert tier.use.dram_used == tier.rolling.nbytes + (plan.dram_rows or 0) * plan.dram_row_bytes
+            tier.close()
+        tier.release()
+
+
+def test_a_group_that_was_not_written_is_an_error(tier: RecordTier) -> None:
+    """Its place in the pool holds what a row of the generation before left there."""
+    rng = np.random.default_rng(0)
+    row, group, out = np.array([1], np.int32), np.array([3], np.int32), records(tier, rng, 1)
+    tier.open(NAMES, [40, 40, 40])
+    tier.write(1, 1, 3, records(tier, rng, 1))
+    tier.start_read(1, row, group, out).result()
+    tier.close()
+    tier.open([name * 2 for name in NAMES], [40, 40, 40])
+    with pytest.raises(TierError, match="no layer 1, group 3 of row 2: it was never written"):
+        tier.start_read(1, row, group, out).result()
+
+
+def test_a_failed_open_leaves_the_tier_usable(tier: RecordTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row's file cannot be made: nothing stays in use, and the next generation has its room."""
+    create, calls = tier.store.create, []
+
+    def failing(name: str, **options: int) -> object:
+        calls.append(name)
+        if len(calls) == 2:
+            raise TierError("no room")
+        return create(name, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tier.store, "create", failing)
+    with pytest.raises(TierError, match="no room"):
+        tier.open(NAMES, [40, 40, 40])
+    tier.close()
+    tier.open(["x", "y", "z"], [40, 40, 40])
+    tier.write(0, 0, 0, records(tier, np.random.default_rng(0), 1))
+    tier.close()
+
+
+def test_the_pool_cannot_hold_rows_of_two_generations_at_once(tier: RecordTier) -> None:
+    tier.open(NAMES, [40, 40, 40])
+    assert tier.pool is not None
+    with pytest.raises(TierError, match="DRAM pool full"):
+        tier.pool.open("one more")
+
+
+# --- plans ---
+
+
+def test_a_plan_survives_json_and_old_plans_load() -> None:
+    plan = tier_plan(dram_rows=2)
+    assert Plan.from_json(plan.to_json()) == plan
+    old = msgspec.json.decode(make_plan(geometry(), cache="group").to_json())
+    del old["dram_rows"]
+    loaded = Plan.from_json(msgspec.json.encode(old))
+    assert loaded == make_plan(geometry(), cache="group")
+    assert (loaded.tier, loaded.dram_rows) == ("disk", None)
