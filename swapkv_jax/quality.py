@@ -26,6 +26,25 @@ def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
 
 
+def surprise(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """-log p of the token that came next, in nats and float64: logits [N, V], tokens [N] → [N]."""
+    return -np.take_along_axis(_log_softmax(logits), np.asarray(tokens)[:, None], axis=-1)[:, 0]
+
+
+def row_interval(values: np.ndarray, resamples: int = 10_000) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of `values` [rows, tokens], by bootstrap over rows (Efron 1979).
+
+    Whole rows are drawn, since the tokens of one text are not independent. None for a single row. The same
+    values give the same interval.
+    """
+    means = values.mean(axis=1)
+    if len(means) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(len(means), size=(resamples, len(means)))
+    low, high = np.percentile(means[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)

@@ -12,9 +12,10 @@ from engines import geometry, layer_plan, random_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from swapkv_jax import Engine, Plan
-from swapkv_jax.accounting import device_bytes
+from swapkv_jax import Engine, Plan, make_plan
+from swapkv_jax.accounting import device_bytes, kv_bytes
 from swapkv_jax.models import Geometry, Model
+from swapkv_jax.selection import Selection
 
 
 @st.composite
@@ -170,3 +171,20 @@ def test_prefill_stays_within_what_is_planned(deep: Model, transport: str, tmp_p
     assert max(seen) <= memory.device + memory.prefill + hidden + (
         staging if transport == "disk-alias" else 0
     )
+
+
+def test_kv_bytes_are_those_of_keys_values_and_summaries() -> None:
+    """By hand, for SmolLM2's sizes: 2 rows, G 4, M = C = 100, rank 16, 7,680 tokens of float32."""
+    g = geometry(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, max_positions=8192)
+    batch, size, tokens, record = 2, 3 * 64, 7680, 8192  # 6,144 bytes of K and V and a footer, in whole pages
+    choice = Selection(selected_groups=100, reuse_slots=100, rank=16, load_buckets=(8, 32))
+    group = make_plan(g, cache="group", batch=batch, max_context=tokens, group_tokens=4, selection=choice)
+    held = kv_bytes(group, g)
+    slots, rolling, summary = 2 * 101 * 4 * size, 2 * 4 * size, 16 * tokens
+    assert held["device"] == 30 * batch * (slots + rolling + summary) * 4
+    assert held["dram"] == 30 * (32 + batch) * record  # staging, and the rolling records
+    assert held["disk"] >= 30 * batch * tokens // 4 * record
+    resident = make_plan(g, cache="resident", batch=batch, max_context=tokens)
+    assert kv_bytes(resident, g) == {"device": resident.full_kv_bytes, "dram": 0, "disk": 0}
+    aliased = make_plan(g, cache="layer", tier="dram", batch=batch, max_context=tokens)
+    assert kv_bytes(aliased, g) == {"device": 0, "dram": aliased.full_kv_bytes, "disk": 0}

@@ -46,18 +46,19 @@ class Tokenizer:
         """The id of a token given by its spelling, or None."""
         return self._backend.token_to_id(token)
 
-    def encode(self, text: str, *, chat: bool) -> list[int]:
+    def encode(self, text: str, *, chat: bool, answer: str = "") -> list[int]:
         """Token ids of `text`; special tokens spelled out in it are recognised.
 
-        `chat=True` renders the chat template with `text` as the user's message. `chat=False` takes the text
-        as it is, after which the tokenizer's own rule about BOS still holds. Raises UsageError if there is no
-        chat template or it fails, ModelError for an id that the model's embedding does not have.
+        `chat=True` renders the chat template with `text` as the user's message, up to where the assistant
+        answers; `answer` is how that answer begins. `chat=False` takes both as they are, after which the
+        tokenizer's own rule about BOS still holds. Raises UsageError if there is no chat template or it fails,
+        ModelError for an id that the model's embedding does not have.
         """
         if chat:
             if self.chat_template is None:
                 raise UsageError("the model has no chat template; use --raw to continue the text as it is")
             text = render_chat(self.chat_template, text, self.special_tokens)
-        ids = self._backend.encode(text, add_special_tokens=not chat).ids
+        ids = self._backend.encode(text + answer, add_special_tokens=not chat).ids
         if ids and max(ids) >= self._vocab:
             worst = max(ids)
             raise ModelError(
