@@ -73,6 +73,7 @@ def tight_plan(model: Model, **fields: Any) -> Plan:
     return make_plan(
         model.geometry,
         cache="group",
+        tier="disk",
         batch=len(LENGTHS),
         max_context=CONTEXT,
         group_tokens=GROUP,
@@ -431,7 +432,8 @@ def _kill(model: str, store: Path, orphans: list[Path], phase: str, delay_s: flo
     """Starts the decode command and kills it so long after its files were made, or its first text came."""
     command = [sys.executable, "-m", "swapkv_jax.decode", "--model", model, "--raw", "--quiet"]
     command += [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-    command += ["--cache", "group", "--ignore-eos", "--max-new-tokens", "200", "--store-dir", str(store)]
+    command += ["--cache", "group", "--tier", "disk", "--store-dir", str(store)]
+    command += ["--ignore-eos", "--max-new-tokens", "200"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         if phase == "decode":
