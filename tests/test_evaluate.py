@@ -146,8 +146,8 @@ def test_resident_is_held_against_the_text_itself(run: Run, model: Model, evalua
     from swapkv_jax import Engine
 
     _, _, _, report = run("text", *EVERYTHING)
-    tasks = importlib.import_module("tasks")
-    windows = tasks.cut_windows(model, {"emma.txt": EMMA.read_text()}, ROWS, CONTEXT, TOKENS)
+    cut_windows = importlib.import_module("windows").cut_windows
+    windows = cut_windows(model, {"emma.txt": EMMA.read_text()}, ROWS, CONTEXT, TOKENS)
     ids = model.tokenizer.encode(EMMA.read_text(), chat=False)
     size = CONTEXT + TOKENS + 1
     assert [(w.text, w.offset) for w in windows] == [(r["text"], r["offset"]) for r in report["rows"]]

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 from evaluation_table import table
-from tasks import Bench, cut_windows, find_needles, follow_texts
+from selection_flags import add_selection_flags, given_choices, group_choices
+from tasks import Bench, find_needles, follow_texts
+from windows import cut_windows, read_texts
 
 from swapkv_jax import ModelError, Plan, PlanError, SwapKVError, UsageError, load_model, make_plan
 from swapkv_jax.adapter import Adapter
@@ -30,23 +31,9 @@ from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
-from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
-
-GROUP_TOKENS = 4
-# Flag → field of `Selection`.
-_SELECTION = {
-    "selected_groups": "selected_groups",
-    "reuse_slots": "reuse_slots",
-    "rank": "rank",
-    "sink": "sink_groups",
-    "recent": "recent_groups",
-    "aggregate": "aggregate",
-    "lookahead": "lookahead",
-    "replacement": "replacement",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,9 +69,7 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     """
     if args.json is not None and (not os.access(args.json.parent, os.W_OK) or args.json.is_dir()):
         raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
-    texts = {path.name: _read(path) for path in args.texts}
-    if len(texts) < len(args.texts):
-        raise UsageError("--texts names two files alike; give each text once")
+    texts = read_texts(args.texts, "--texts")
     store_dir = args.store_dir or default_store_dir()
     try:
         store_dir.mkdir(parents=True, exist_ok=True)
@@ -127,14 +112,6 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"cannot read {path}: {reason}; give --texts UTF-8 texts") from None
-
-
 def _write(path: Path, report: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(report, indent=2) + "\n")
@@ -144,23 +121,13 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Plan]:
     """The plans to evaluate, by name. Batch and context are the task's."""
-    given = {field: value for flag, field in _SELECTION.items() if (value := getattr(args, flag)) is not None}
     if args.plan_json is None:
-        choice = msgspec.structs.replace(SELECTION, **given)
-        if args.reuse_slots is None:
-            choice = msgspec.structs.replace(
-                choice, reuse_slots=max(choice.reuse_slots, choice.selected_groups)
-            )
         plan = make_plan(
-            model.geometry,
-            cache="group",
-            dtype=dtype,
-            group_tokens=args.group_tokens or GROUP_TOKENS,
-            selection=choice,
-            platform=jax.default_backend(),
+            model.geometry, cache="group", dtype=dtype, platform=jax.default_backend(), **group_choices(args)
         )
-        return {_name(plan.group_tokens, choice): plan}
-    if given or args.group_tokens is not None:
+        assert plan.selection is not None
+        return {_name(plan.group_tokens, plan.selection): plan}
+    if given_choices(args):
         raise UsageError("--plan-json fixes what the selection flags would say; leave one of them out")
     plans = {}
     for path in args.plan_json:
@@ -251,26 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         "the plan", "Flags for one plan, or files for several; batch and context are always the task's."
     )
     plan.add_argument("--plan-json", type=_paths, metavar="FILE[,FILE]", help="plans to compare")
-    add = plan.add_argument
-    add("--selected-groups", type=_count, metavar="M", help=f"default {SELECTION.selected_groups}")
-    add("--reuse-slots", type=_count, metavar="C", help=f"default {SELECTION.reuse_slots}, but at least M")
-    add("--rank", type=_count, metavar="R", help=f"default {SELECTION.rank}")
-    add("--group-tokens", type=_count, metavar="G", help=f"default {GROUP_TOKENS}")
-    add(
-        "--sink",
-        type=int,
-        metavar="N",
-        help=f"first groups always selected (default {SELECTION.sink_groups})",
-    )
-    add(
-        "--recent",
-        type=int,
-        metavar="N",
-        help=f"last groups always selected (default {SELECTION.recent_groups})",
-    )
-    add("--aggregate", choices=["sum", "softmax"], help=f"default {SELECTION.aggregate}")
-    add("--lookahead", choices=["step", "layer"], help=f"default {SELECTION.lookahead}")
-    add("--replacement", choices=["fifo", "lru"], help=f"default {SELECTION.replacement}")
+    add_selection_flags(plan)
     return parser
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from needles import ANSWER_TOKENS, Needle, make_needles
+from windows import Window
 
-from swapkv_jax import Engine, Plan, UsageError
+from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.capture import CapturedPrefill, capture
@@ -56,16 +57,6 @@ class Bench:
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="evaluate-", dir=self.store_dir)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A piece of a text: `prompt`, and the tokens that follow it there."""
-
-    text: str
-    offset: int
-    prompt: list[int]
-    following: list[int]
 
 
 def decode(
@@ -122,32 +113,6 @@ def describe(plan: Plan, model: Model) -> dict[str, Any]:
 
 
 # ---- real texts ----------------------------------------------------------------------------------------
-
-
-def cut_windows(model: Model, texts: Mapping[str, str], rows: int, context: int, tokens: int) -> list[Window]:
-    """`rows` windows of `context` tokens and `tokens` + 1 that follow, dealt over the texts and spread evenly over
-    each, with equal gaps. A tokenizer that begins texts with a BOS gets it in every window.
-
-    Raises:
-      UsageError: a text is too short for its share.
-    """
-    bos = model.tokenizer.encode("", chat=False)
-    size = context + tokens + 1 - len(bos)
-    windows = []
-    for index, (name, text) in enumerate(texts.items()):
-        share = len(range(index, rows, len(texts)))
-        ids = model.tokenizer.encode(text, chat=False)[len(bos) :]
-        if len(ids) < share * size:
-            raise UsageError(
-                f"{name} has {len(ids)} tokens, its {share} of {rows} rows take {share * size}; give longer or more "
-                "texts, or lower --rows, --context or --tokens"
-            )
-        gap = (len(ids) - share * size) // (share + 1)
-        for number in range(share):
-            offset = gap + number * (gap + size)
-            piece = [*bos, *ids[offset : offset + size]]
-            windows.append(Window(name, offset, piece[:context], piece[context:]))
-    return windows
 
 
 def follow_texts(bench: Bench, windows: Sequence[Window]) -> dict[str, Any]:

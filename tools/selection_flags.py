@@ -1,0 +1,86 @@
+"""Flags for what a plan of policy `group` fixes: one per field of `Selection`, and the shape of its records."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from swapkv_jax.planner import SELECTION
+from swapkv_jax.selection import Selection
+
+_SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
+
+
+def add_selection_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds a flag per field of `Selection`, `--group-tokens` and `--record-alignment`; all default to None.
+
+    A field that is a list takes commas, one that is nested takes JSON.
+    """
+    for field, hint in get_type_hints(Selection).items():
+        names = ["--" + field.replace("_", "-")]
+        names += [_SHORT[field]] if field in _SHORT else []
+        helped = f"default {_written(getattr(SELECTION, field))}"
+        if get_origin(hint) is Literal:
+            parser.add_argument(*names, dest=field, choices=get_args(hint), help=helped)
+        else:
+            parse = functools.partial(_value, hint=hint)
+            parser.add_argument(*names, dest=field, type=parse, metavar=_metavar(hint), help=helped)
+    parser.add_argument("--group-tokens", type=_count, metavar="G", help="tokens per group (default 4)")
+    parser.add_argument(
+        "--record-alignment",
+        type=_count,
+        metavar="BYTES",
+        help="that a record on disk is rounded up to (default 4096)",
+    )
+
+
+def given_choices(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of the flags that were given, by field."""
+    names = (*Selection.__struct_fields__, "group_tokens", "record_alignment")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def group_choices(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say to `make_plan` of policy `group`. Slots that were not asked for follow M."""
+    given = given_choices(args)
+    shape = {name: given.pop(name) for name in ("group_tokens", "record_alignment") if name in given}
+    choice = msgspec.structs.replace(SELECTION, **given)
+    if "reuse_slots" not in given:
+        choice = msgspec.structs.replace(choice, reuse_slots=max(choice.reuse_slots, choice.selected_groups))
+    return {"selection": choice, **shape}
+
+
+def _value(text: str, hint: Any) -> Any:
+    """`text` as a value of type `hint`: as it stands, else as JSON, else cut at commas."""
+    candidates: list[Any] = [text]
+    try:
+        candidates.append(json.loads(text))
+    except ValueError:
+        candidates.append(text.split(","))
+    else:
+        candidates.append([text])
+    reason = ""
+    for candidate in candidates:
+        try:
+            return msgspec.convert(candidate, hint, strict=False)
+        except msgspec.ValidationError as error:
+            reason = reason or str(error)
+    raise argparse.ArgumentTypeError(f"{text!r} does not fit: {reason}")
+
+
+def _metavar(hint: Any) -> str:
+    return "N" if hint in (int, float) else "N[,N]" if "tuple" in str(hint) else "VALUE"
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
