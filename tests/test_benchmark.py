@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from engines import compile_once
 from tiny import tiny_checkpoint
+from tool_runs import Outcome, run_tool
 
 from swapkv_jax import load_model, make_plan
 
@@ -19,12 +19,13 @@ TOOLS = Path(__file__).parents[1] / "tools"
 CONTEXT, BATCH, STEPS = 70, 2, 3  # one whole group of 64 tokens per row, and a few
 ROW_KEYS = {
     "policy", "peer", "context", "batch", "tier", "tpot_s", "tpot_p90_s", "tokens_per_s", "ttft_s", "kv_bytes",
-    "full_kv_bytes", "reuse_rate", "bytes_read_per_step", "wait_fraction", "floor_s",
+    "full_kv_bytes", "memory_fraction", "reuse_rate", "bytes_read_per_step", "wait_fraction", "hidden_fraction",
+    "groups_read_per_step", "overflow_loads", "floor_s", "floor_memory_s", "floor_disk_s",
 }  # fmt: skip
 MACHINE_KEYS = {
     "cpu", "cores", "memory_bytes", "memory_bytes_per_s", "disk_bytes_per_s", "jax", "python", "date",
 }  # fmt: skip
-Run = Callable[..., tuple[int, str, str, Any]]
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +39,28 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     machine = importlib.import_module("machine")
     monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
     monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
+    monkeypatch.setattr("swapkv_jax.engine.compile_program", compile_once)
+    monkeypatch.setattr("swapkv_jax.capture.compile_program", compile_once)
     return importlib.import_module("benchmark")
 
 
 @pytest.fixture
-def run(benchmark: ModuleType, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the tool; returns exit code, stdout, stderr and the report (None where nothing was written)."""
+def text(tmp_path: Path) -> Path:
+    """Some 1,800 tokens of the tiny tokenizer."""
+    path = tmp_path / "text.txt"
+    path.write_text("the rain in the west is on the eaves and in the halls " * 20)
+    return path
 
-    def run(*flags: str) -> tuple[int, str, str, Any]:
+
+@pytest.fixture
+def run(benchmark: ModuleType, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the tool on the tiny checkpoint."""
+
+    def run(*flags: str) -> Outcome:
         out = tmp_path / "out.json"
-        base = ["--model", str(checkpoint), "--context", str(CONTEXT), "--steps", str(STEPS)]
+        base = ["--model", str(checkpoint), "--context", str(CONTEXT), "--steps", str(STEPS), "--burst", "1"]
         base += ["--store-dir", str(tmp_path / "store"), "--json", str(out)]
-        try:
-            code = benchmark.main([*base, *flags])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        text = capfd.readouterr()
-        return code, text.out, text.err, json.loads(out.read_text()) if out.exists() else None
+        return run_tool(benchmark.main, [*base, *flags], out, capfd)
 
     return run
 
@@ -81,7 +87,11 @@ def test_rows(run: Run, checkpoint: Path, tmp_path: Path) -> None:
         assert row["full_kv_bytes"] == BATCH * (CONTEXT + new) * geometry.kv_bytes_per_token(4)
         assert row["tokens_as_first"] == new
         assert row["compiles_during_decode"] == 0
-        assert row["floor_s"] > 0
+        assert row["floor_s"] == max(row["floor_memory_s"], row["floor_disk_s"]) > 0
+        assert (
+            row["memory_fraction"] * row["full_kv_bytes"]
+            == row["kv_bytes"]["device"] + row["kv_bytes"]["dram"]
+        )
         assert str(round(row["tpot_s"] * 1e3, 1)) in out
     resident, dram, disk = rows
     assert dram["ratio_to"].keys() == {"resident", "layer disk"}
@@ -134,14 +144,45 @@ def test_every_batch(run: Run) -> None:
     assert report["machine"]["disk_bytes_per_s"] is None
 
 
-def test_prompt_file(run: Run, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the rain in the west is on the eaves and in the halls " * 20)
-    code, _, _, report = run("--policies", "resident", "--prompt-file", str(text))
-    assert (code, report["prompt"]) == (0, "text.txt")
+def test_prompt_file(run: Run, text: Path) -> None:
+    code, out, _, report = run("--policies", "resident", "--prompt-file", str(text))
+    assert (code, report["prompt"], report["prefill"], report["forced"]) == (0, "text.txt", "real", True)
+    assert report["rows"][0]["tokens_as_first"] is None  # they are given
+    assert "the text's own tokens" in out
     code, _, err, _ = run("--policies", "resident", "--prompt-file", str(text), "--batch", "90")
     assert code == 2
-    assert "give a longer text" in err
+    assert "texts, or lower --context, --batch or --steps" in err
+
+
+def test_every_contender_follows_the_text(benchmark: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
+    contenders = importlib.import_module("contenders")
+    following = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    work = contenders.Workload(prompts=[[1, 2, 3]] * 2, new_tokens=4, following=following)
+    model, taken = load_model(str(checkpoint)), []
+    decode = SimpleNamespace(prefill=lambda prompts: [0, 0], step=lambda: [0, 0], take=taken.append)
+    plan = make_plan(model.geometry, cache="resident", batch=2, max_context=7)
+    for contender in (
+        contenders.OurEngine(model, plan, tmp_path),
+        contenders.PeerDecode("peer", "1.0", decode),
+    ):
+        contender.prefill(work)
+        contender.measure(samples := contenders.Samples(), 3)
+        contender.close()
+        assert (samples.steps, len(samples.seconds)) == ([3], 1)
+        assert contender.tokens == [list(tokens) for tokens in zip(*following, strict=True)]
+    assert taken == contender.tokens
+
+
+def test_captured_prefill_is_kept_and_used_again(run: Run, text: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    flags = ["--policies", "resident,layer", "--prompt-file", str(text), "--capture-dir", str(kept)]
+    assert run(*flags)[3]["prefill"] == "once"
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert len(times) == 3  # one row
+    code, _, err, _ = run(*flags)
+    assert code == 0
+    assert "prefill (layers)" not in err
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
 
 
 def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +199,7 @@ def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--policies", "resident,paged"], 2, "unknown policy 'paged'; known: resident, layer"),
+        (["--policies", "resident,paged"], 2, "unknown policy 'paged'; known: resident, layer, group"),
         (["--tier", "tape"], 2, "unknown tier 'tape'"),
         (["--peers", "vllm"], 2, "unknown peer 'vllm'; known: transformers"),
         (["--steps", "0"], 2, "'0' is not a positive number"),
@@ -168,7 +209,12 @@ def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         (["--dtype", "int8"], 2, "supported: float32"),
         (["--json", "/no/such/place/out.json"], 2, "give --json a file"),
         (["--store-dir", "/proc/none"], 2, "choose another --store-dir"),
-        (["--prompt-file", "/no/such/text"], 2, "give --prompt-file a UTF-8 text"),
+        (["--prompt-file", "/no/such/text"], 2, "give --prompt-file UTF-8 texts"),
+        (["--capture-dir", "x", "--prefill", "random"], 2, "leave one of them out"),
+        (["--weights", "some"], 2, "invalid choice: 'some'"),
+        (["--policies", "group", "--group-tier", "tape"], 2, "unknown tier 'tape'"),
+        (["--policies", "group", "--rank", "99"], 2, "rank 99 is not between"),
+        (["--policies", "group", "--adapter", "/no/such/adapter"], 1, "/no/such/adapter"),
         (["--model", "/no/such/model"], 1, "no such model"),
     ],
 )

@@ -5,48 +5,74 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import machine
+from scan import scan_seconds
+
 from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
+from swapkv_jax.adapter import Adapter
+from swapkv_jax.cache import CacheUse
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, Prompts, RandomPrefill
 from swapkv_jax.tiers import sequential_read_rate
 from swapkv_jax.tiers.direct_io import PAGE
 
+# Counters of `CacheUse` that a step adds to.
+COUNTERS = (
+    "bytes_read", "reads", "wait_s", "read_s", "groups_selected", "groups_read", "groups_from_dram", "overflow_loads",
+)  # fmt: skip
+RANDOM_READS, RANDOM_DEPTH = 2048, 64  # of one turn
+QUIET_POLLS = 4  # of 20 ms each without a byte: then reading ahead has come to rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What all contenders decode: `new_tokens` after `prompts`, the given ones where there are `following`."""
+
+    prompts: Prompts
+    new_tokens: int
+    following: Sequence[Sequence[int]] | None = None
+    prefilled: Prefilled | None = None
+
 
 @dataclass
 class Samples:
-    """What was measured, one entry per timed step. Bytes and rates stay empty where nothing is read.
+    """What was measured, one entry per turn of `steps` steps. Only `seconds` (per step) has entries of peers.
 
-    `read_bytes` is what arrived while the step was timed, for rates; `step_bytes` also counts what was read
-    ahead between steps. `plain_rate` is what a plain sequential reader of the same files got right after.
+    `during` counts what happened while the turn was timed; `whole` also what was read ahead until the next one.
+    `reader_rate` is what another reader of the same files got right after, in bytes/s: a sequential one under
+    `layer`, one of random records under `group`.
     """
 
+    steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    read_bytes: list[int] = field(default_factory=list)
-    step_bytes: list[int] = field(default_factory=list)
-    plain_rate: list[float] = field(default_factory=list)
+    during: list[dict[str, float]] = field(default_factory=list)
+    whole: list[dict[str, float]] = field(default_factory=list)
+    reader_rate: list[float] = field(default_factory=list)
+
+    def total(self, counter: str) -> float:
+        """A counter over all turns."""
+        return sum(counts[counter] for counts in self.whole)
 
 
 class Contender(Protocol):
     @property
     def label(self) -> str: ...
 
-    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
+    def prefill(self, work: Workload) -> float | None:
         """Seconds to the first token, None where the prefill was not computed here.
 
         A peer cannot take keys and values that were captured: it computes its own, and makes up random ones.
         """
         ...
 
-    def step(self) -> None: ...
-
-    def measure(self, samples: Samples) -> None:
-        """One step, timed into `samples`."""
+    def measure(self, samples: Samples, steps: int) -> None:
+        """As many steps one after the other, timed into `samples`."""
         ...
 
     @property
@@ -64,54 +90,79 @@ class Contender(Protocol):
 class OurEngine:
     """An engine of this package. Tier `disk` gets a directory of its own, removed at the end."""
 
-    def __init__(self, model: Model, plan: Plan, store_dir: Path):
+    def __init__(self, model: Model, plan: Plan, store_dir: Path, adapter: Adapter | None = None):
         self._plan, self._geometry = plan, model.geometry
         self._store = Path(tempfile.mkdtemp(prefix="benchmark-", dir=store_dir))
         try:
-            self._engine = Engine(model, plan, store_dir=self._store)
+            self._engine = Engine(model, plan, store_dir=self._store, adapter=adapter)
         except BaseException:
             shutil.rmtree(self._store)
             raise
         self.tokens: list[list[int]] = []
+        self._settled: CacheUse | None = None  # at the end of the turn before
 
     @property
     def label(self) -> str:
         return self._plan.policy if self._plan.tier is None else f"{self._plan.policy} {self._plan.tier}"
 
-    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
-        self._generation = self._engine.generate(
-            prompts, max_new_tokens=new_tokens, ignore_eos=True, prefilled=prefilled
-        )
-        self.step()
-        return self._generation.ttft_s if prefilled is None else None
+    @property
+    def policy(self) -> str:
+        return self._plan.policy
 
-    def step(self) -> None:
+    @property
+    def reads_disk(self) -> bool:
+        return self._plan.tier == "disk"
+
+    def prefill(self, work: Workload) -> float | None:
+        self._generation = self._engine.generate(
+            work.prompts,
+            max_new_tokens=work.new_tokens,
+            ignore_eos=True,
+            forced=work.following,
+            prefilled=work.prefilled,
+        )
+        self._step()
+        return self._generation.ttft_s if work.prefilled is None else None
+
+    def _step(self) -> None:
         self.tokens.append([token for token in next(self._generation).tokens if token is not None])
 
-    def measure(self, samples: Samples) -> None:
+    def measure(self, samples: Samples, steps: int) -> None:
         before = self._engine.use
         started = time.perf_counter()
-        self.step()
-        samples.seconds.append(time.perf_counter() - started)
-        after = self._engine.use
-        samples.wait_s.append(after.wait_s - before.wait_s)
-        if self._plan.tier == "disk":
-            samples.read_bytes.append(after.bytes_read - before.bytes_read)
-            settled = self._settle()
-            samples.step_bytes.append(settled - before.bytes_read)
-            samples.plain_rate.append(self._plain_rate())
+        for _ in range(steps):
+            self._step()
+        seconds = time.perf_counter() - started
+        samples.steps.append(steps)
+        samples.seconds.append(seconds / steps)
+        samples.during.append(_between(before, self._engine.use))
+        settled = self._settle()
+        samples.whole.append(_between(self._settled or before, settled))
+        self._settled = settled
+        if self.reads_disk:
+            samples.reader_rate.append(self._reader_rate())
 
-    def _settle(self) -> int:
-        """Bytes read, once reading ahead has come to rest: it fills its staging slots between steps."""
-        read = -1
-        while read != (now := self._engine.use.bytes_read):
-            read = now
+    def _settle(self) -> CacheUse:
+        """What has been used, once reading ahead has come to rest: it fills its staging slots between turns."""
+        use, quiet = self._engine.use, 0
+        while self._plan.tier is not None and quiet < QUIET_POLLS:
             time.sleep(0.02)
-        return read
+            last, use = use, self._engine.use
+            moved = _between(last, use)
+            quiet = 0 if moved["bytes_read"] or moved["read_s"] else quiet + 1
+        return use
 
-    def _plain_rate(self) -> float:
-        """Bytes/s of one thread that reads this engine's own files from end to end, past the page cache."""
+    def _reader_rate(self) -> float:
+        """Bytes/s of another reader of this engine's own files, past the page cache."""
         sizes = {path: path.stat().st_size for path in self._store.glob("*.kv")}
+        if self._plan.policy == "group":
+            return machine.random_read_rate(
+                list(sizes),
+                record_bytes=self._plan.stride_bytes,
+                alignment=self._plan.record_alignment,
+                reads=RANDOM_READS,
+                depth=RANDOM_DEPTH,
+            )
         seconds = 0.0
         for path, size in sizes.items():
             chunk = min(1 << 20, size // PAGE * PAGE)
@@ -119,14 +170,22 @@ class OurEngine:
         return sum(sizes.values()) / seconds
 
     def describe(self) -> dict[str, Any]:
+        plan, use = self._plan, self._engine.use
+        held = kv_bytes(plan, self._geometry)
+        is_group = plan.policy == "group"
         return {
-            "policy": self._plan.policy,
+            "policy": plan.policy,
             "peer": None,
-            "tier": self._plan.tier,
-            "physical_layers": self._plan.physical_layers,
-            "kv_bytes": kv_bytes(self._plan, self._geometry),
+            "tier": plan.tier,
+            "plan": plan.hash,
+            "physical_layers": plan.physical_layers,
+            "kv_bytes": held,
+            "memory_fraction": (held["device"] + held["dram"]) / plan.full_kv_bytes,
+            "record_bytes": plan.payload_bytes if is_group else None,
+            "summary_bytes": use.summary_bytes if is_group else None,
+            "scan_s": scan_seconds(self._engine) if is_group else None,
             "compiles_during_decode": self._generation.compiles_during_decode,
-            "notes": list(self._engine.use.notes),
+            "notes": list(use.notes),
         }
 
     def close(self) -> None:
@@ -134,36 +193,52 @@ class OurEngine:
         shutil.rmtree(self._store, ignore_errors=True)
 
 
+def _between(before: CacheUse, after: CacheUse) -> dict[str, float]:
+    return {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
+
+
 class PeerDecode:
     """A peer's decode, timed as ours is."""
 
     def __init__(self, name: str, version: str, decode: Any):
         self.label, self._version, self._decode = name, version, decode
+        self._following: Sequence[Sequence[int]] | None = None
         self.tokens: list[list[int]] = []
 
-    def prefill(self, prompts: Prompts, new_tokens: int, prefilled: Prefilled | None) -> float | None:
+    def prefill(self, work: Workload) -> float | None:
         started = time.perf_counter()
-        if isinstance(prefilled, RandomPrefill):
-            self._decode.prefill_randomly(len(prompts[0]))
+        if isinstance(work.prefilled, RandomPrefill):
+            self._decode.prefill_randomly(len(work.prompts[0]))
             return None
-        self.tokens.append(self._decode.prefill(prompts))
+        self._following = work.following
+        self._took(self._decode.prefill(work.prompts))
         return time.perf_counter() - started
 
-    def step(self) -> None:
-        self.tokens.append(self._decode.step())
+    def _took(self, tokens: list[int]) -> None:
+        if self._following is not None:
+            tokens = [row[len(self.tokens)] for row in self._following]
+            self._decode.take(tokens)
+        self.tokens.append(tokens)
 
-    def measure(self, samples: Samples) -> None:
+    def measure(self, samples: Samples, steps: int) -> None:
         started = time.perf_counter()
-        self.step()
-        samples.seconds.append(time.perf_counter() - started)
+        for _ in range(steps):
+            self._took(self._decode.step())
+        samples.steps.append(steps)
+        samples.seconds.append((time.perf_counter() - started) / steps)
 
     def describe(self) -> dict[str, Any]:
         return {
             "policy": None,
             "peer": self.label,
             "tier": None,
+            "plan": None,
             "physical_layers": None,
             "kv_bytes": {"device": self._decode.kv_bytes, "dram": 0, "disk": 0},
+            "memory_fraction": None,
+            "record_bytes": None,
+            "summary_bytes": None,
+            "scan_s": None,
             "compiles_during_decode": None,
             "notes": [self._version],
         }

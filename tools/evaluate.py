@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from evaluation_table import table
+from flag_types import count, counts, paths
 from selection_flags import add_selection_flags, given_choices, group_choices
 from tasks import Bench, find_needles, follow_texts
 from windows import cut_windows, read_texts
@@ -174,12 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--task", choices=["text", "needle"], required=True)
-    add("--texts", type=_paths, required=True, metavar="FILE[,FILE]", help="real texts, not calibration's")
+    add("--texts", type=paths, required=True, metavar="FILE[,FILE]", help="real texts, not calibration's")
     add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or smollm2-135m")
     add(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, else bfloat16"
     )
-    add("--batch", type=_count, default=4, metavar="B", help="rows decoded together (default 4)")
+    add("--batch", type=count, default=4, metavar="B", help="rows decoded together (default 4)")
     add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
     add("--store-dir", type=Path, metavar="DIR", help="for the disk tier and captured prefills")
     add(
@@ -193,47 +194,29 @@ def _parser() -> argparse.ArgumentParser:
 
     text = parser.add_argument_group("task text")
     text.add_argument(
-        "--rows", type=_count, default=8, metavar="N", help="windows, over all texts (default 8)"
+        "--rows", type=count, default=8, metavar="N", help="windows, over all texts (default 8)"
     )
-    text.add_argument(
-        "--context", type=_count, default=7680, metavar="N", help="tokens before (default 7680)"
-    )
-    text.add_argument(
-        "--tokens", type=_count, default=128, metavar="N", help="compared per row (default 128)"
-    )
+    text.add_argument("--context", type=count, default=7680, metavar="N", help="tokens before (default 7680)")
+    text.add_argument("--tokens", type=count, default=128, metavar="N", help="compared per row (default 128)")
 
     needle = parser.add_argument_group("task needle")
     needle.add_argument(
         "--lengths",
-        type=_counts,
+        type=counts,
         default=[1024, 2048, 4096, 8000],
         metavar="N[,N]",
         help="tokens of a prompt",
     )
-    needle.add_argument("--needles", type=_count, default=20, metavar="N", help="per length (default 20)")
+    needle.add_argument("--needles", type=count, default=20, metavar="N", help="per length (default 20)")
     needle.add_argument("--seed", type=_seed, default=0, help="of keys, numbers and places (default 0)")
     needle.add_argument("--raw", action="store_true", help="ask in plain text, not in the chat template")
 
     plan = parser.add_argument_group(
         "the plan", "Flags for one plan, or files for several; batch and context are always the task's."
     )
-    plan.add_argument("--plan-json", type=_paths, metavar="FILE[,FILE]", help="plans to compare")
+    plan.add_argument("--plan-json", type=paths, metavar="FILE[,FILE]", help="plans to compare")
     add_selection_flags(plan)
     return parser
-
-
-def _paths(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(",")]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return list(dict.fromkeys(_count(part) for part in text.split(",")))
 
 
 def _seed(text: str) -> int:

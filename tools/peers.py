@@ -122,6 +122,10 @@ class TransformersDecode:
         self._forward(self._tokens)
         return self._tokens[:, 0].tolist()
 
+    def take(self, tokens: Sequence[int]) -> None:
+        """These tokens, one per row, go on in place of those that were chosen."""
+        self._tokens = self._torch.tensor(tokens)[:, None]
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the static cache."""

@@ -8,6 +8,7 @@ import json
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from flag_types import count
 
 from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
@@ -29,10 +30,10 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
         else:
             parse = functools.partial(_value, hint=hint)
             parser.add_argument(*names, dest=field, type=parse, metavar=_metavar(hint), help=helped)
-    parser.add_argument("--group-tokens", type=_count, metavar="G", help="tokens per group (default 4)")
+    parser.add_argument("--group-tokens", type=count, metavar="G", help="tokens per group (default 4)")
     parser.add_argument(
         "--record-alignment",
-        type=_count,
+        type=count,
         metavar="BYTES",
         help="that a record on disk is rounded up to (default 4096)",
     )
@@ -78,9 +79,3 @@ def _metavar(hint: Any) -> str:
 
 def _written(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)

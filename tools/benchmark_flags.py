@@ -1,0 +1,75 @@
+"""The command line of `benchmark.py`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flag_types import count, counts, paths
+from peers import PEERS
+from selection_flags import add_selection_flags
+
+POLICIES, TIERS = ("resident", "layer", "group"), ("dram", "disk")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all flags; `--prefill` is None unless given."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py", description="Time a decode step under each cache policy, and of peers."
+    )
+    add = parser.add_argument
+    add("--model", "--geometry", default="smollm2-135m")
+    add(
+        "--weights",
+        choices=("model", "random"),
+        default="model",
+        help="random: the model's geometry alone, with as much context as asked for; for timing only",
+    )
+    add("--policies", type=_names("policy", POLICIES), default=["resident", "layer"])
+    add("--context", type=counts, default=[7680], help="tokens of each prompt, N[,N]")
+    add("--batch", type=counts, default=[1], help="rows, B[,B]")
+    add("--steps", type=count, default=32, help="timed steps (default 32)")
+    add(
+        "--burst",
+        type=count,
+        default=4,
+        metavar="N",
+        help="steps of a turn, one right after the other (default 4): what is read between turns costs nothing, so "
+        "the more, the less of that",
+    )
+    add("--tier", type=_names("tier", TIERS), default=["dram"], help="where layer keeps KV")
+    add("--physical-layers", type=count, default=None)
+    add("--dtype", default="float32")
+    add("--peers", type=_names("peer", tuple(PEERS)), default=[])
+    add(
+        "--prompt-file",
+        type=paths,
+        metavar="FILE[,FILE]",
+        help="real texts, over which rows are spread; decode then takes the text's own tokens. Random tokens without",
+    )
+    add(
+        "--prefill",
+        choices=("real", "once", "random"),
+        help="once: all our engines start from one computation; random: keys and values are made up. Both time "
+        "decode alone and give no ttft. Default: once for several of our engines on real text, else real",
+    )
+    add("--capture-dir", type=Path, metavar="DIR", help="keep --prefill once here, and use what is here")
+    add("--store-dir", type=Path, help="directory of the disk tier, and of a prefill that is not kept")
+    add("--json", type=Path, required=True, metavar="OUT")
+    group = parser.add_argument_group("policy group")
+    add = group.add_argument
+    add("--group-tier", type=_names("tier", TIERS), default=["disk"], help="dram: all rows there too")
+    add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
+    add_selection_flags(group)
+    return parser
+
+
+def _names(what: str, known: tuple[str, ...]) -> Any:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse

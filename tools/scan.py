@@ -1,0 +1,48 @@
+"""What the scan of policy `group`'s summary costs by itself, which alone grows with the context."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+
+from swapkv_jax import Engine
+from swapkv_jax.models import DTYPES
+from swapkv_jax.staging import put
+
+_MORE_THAN_CACHES = 256 << 20
+_PASSES = 5
+
+
+def scan_seconds(engine: Engine) -> float:
+    """Seconds that all layers' predict graphs take per step: a layer's query, its scores over the whole summary
+    and their top M. (A layer's query costs the same at every context.)
+
+    Each call gets a summary of its own, or one that the processor's caches have lost since it was last read.
+    Median of a few passes.
+    """
+    graphs, plan, geometry = engine.program.group, engine.plan, engine.model.geometry
+    assert graphs is not None, "policy group alone has a summary"
+    shapes = {buffer.name: buffer for buffer in plan.buffers(geometry)}
+    rng = np.random.default_rng(0)
+
+    def random(name: str) -> jax.Array:
+        buffer = shapes[name]
+        return put(rng.standard_normal(buffer.shape, np.float32).astype(DTYPES[buffer.dtype]))
+
+    x, adapter = random("x"), random("adapter.0")
+    copies = min(plan.layers, -(-_MORE_THAN_CACHES // shapes["summary.0"].bytes))
+    summaries = [random("summary.0") for _ in range(copies)]
+    lengths = put(np.full(plan.batch, plan.max_context - 1, np.int32))
+    layers = engine.params["layers"]
+
+    def one_pass() -> float:
+        started = time.perf_counter()
+        for layer, params in enumerate(layers):
+            ids = graphs.predict(params, adapter, x, summaries[layer % copies], lengths)
+            jax.block_until_ready(ids)
+        return time.perf_counter() - started
+
+    one_pass()
+    return float(np.median([one_pass() for _ in range(_PASSES)]))
