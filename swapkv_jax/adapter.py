@@ -1,7 +1,7 @@
 """The low-rank adapter of policy `group`: per layer, the directions in which keys vary most. NumPy, no JAX.
 
 A token's keys of all KV heads, as rotated for the cache, make one vector of N = Hkv·D numbers (index h·D + d).
-Its r-number summary is the product with an adapter [N, r], and a query scored against summaries is projected
+The r-number summary of a token, or of a group's mean key, is the product with an adapter [N, r], and a query scored against summaries is projected
 by the same adapter (KVSwap, arXiv 2511.11907). `calibration` makes adapters; this module keeps them.
 
 On disk an adapter is a directory: `adapter.json` names the Orbax checkpoint beside it that holds the arrays,
@@ -42,6 +42,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fingerprint: str
     text_digest: str
     tokens: int
+    place_tokens: int = 1
     arrays: str
     checksum: str
 
@@ -55,6 +56,7 @@ class Adapter:
       spectrum: float64 [L, N]: the squares of all N singular values, descending.
       fingerprint: of the model whose keys these are.
       text_digest: of the calibration text, see `digest_text`. tokens: how many of its tokens were used.
+      place_tokens: the keys were means over so many adjacent tokens (1: the tokens' own).
     """
 
     vectors: np.ndarray
@@ -62,6 +64,7 @@ class Adapter:
     fingerprint: str
     text_digest: str
     tokens: int
+    place_tokens: int = 1
 
     def __post_init__(self) -> None:
         layers, size = self.spectrum.shape
@@ -124,6 +127,7 @@ class Adapter:
                 fingerprint=self.fingerprint,
                 text_digest=self.text_digest,
                 tokens=self.tokens,
+                place_tokens=self.place_tokens,
                 arrays=name,
                 checksum=_checksum(directory / name),
             )
@@ -187,12 +191,13 @@ class Adapter:
             fingerprint=record.fingerprint,
             text_digest=record.text_digest,
             tokens=record.tokens,
+            place_tokens=record.place_tokens,
         )
 
 
-def adapter_directory(fingerprint: str) -> Path:
-    """Where the adapter of a model is kept when no place is named."""
-    return cache_home() / "swapkv_jax" / "adapters" / fingerprint
+def adapter_directory(fingerprint: str, place_tokens: int) -> Path:
+    """Where the adapter of a model, for means over so many tokens' keys, is kept when no place is named."""
+    return cache_home() / "swapkv_jax" / "adapters" / fingerprint / f"means-of-{place_tokens}"
 
 
 def digest_text(text: str) -> str:

@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         from swapkv_jax.calibration import ensure_adapter
 
         with say.bars() as progress:
-            adapter, note = ensure_adapter(model, progress=progress)
+            adapter, note = ensure_adapter(model, place_tokens=plan.place_tokens, progress=progress)
         say(note)
     disk_limit = parse_size(options.disk_space) if options.disk_space else None
     logits: list[Any] = []

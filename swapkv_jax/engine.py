@@ -78,7 +78,7 @@ class Engine:
         self.params = jax.tree.map(jax.device_put, model.params)
         self.program = compile_program(plan, model.geometry, sampling)
         if plan.policy == "group" and adapter is None:
-            adapter, _ = ensure_adapter(model)
+            adapter, _ = ensure_adapter(model, place_tokens=plan.place_tokens)
         self._cache = make_cache(
             self.program,
             fingerprint=model.fingerprint,

@@ -1,7 +1,8 @@
 """The graphs of the `group` policy: attention over selected groups, and the selection itself.
 
 Shapes: B rows, Hkv KV heads, D head dim, C reuse slots (plus one that padding may overwrite), G tokens per
-group, r rank of the summary, S row capacity, M selected groups, n records of a load.
+group, r rank of the summary, P its places (tokens or groups) per row, S row capacity, M selected groups, n
+records of a load.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from swapkv_jax.graph import Graph, Shape
 from swapkv_jax.models.blocks import BlockFunctions, Params
 from swapkv_jax.plan import Plan
-from swapkv_jax.predictor import group_scores, low_rank_query, select, summarise
+from swapkv_jax.predictor import group_means, group_scores, low_rank_query, select, summarise
 from swapkv_jax.selection import Selection
 
 
@@ -51,77 +52,103 @@ def compile_group_graphs(plan: Plan, block: BlockFunctions, hidden: int) -> Grou
     )
     choice = selection_of(plan)
     slots, values = choice.reuse_slots + 1, plan.stride_bytes // plan.itemsize
-    pool = Shape((b, heads, slots, g * dim), dtype)
+    pool_k, pool_v = (Shape(shape, dtype) for shape in plan.pool_shapes)
     rolling = Shape((b, heads, g, dim), dtype)
-    summary = Shape((b, choice.rank, plan.capacity), dtype)
+    summary = Shape((b, plan.summary_places, choice.rank), jnp.dtype(choice.summary_dtype))
     adapter = Shape((heads * dim, choice.rank), jnp.float32)
-    new = Shape((2, b, heads, dim), dtype)
     ids = Shape((b, choice.selected_groups), jnp.int32)
     x, lengths, scalar = Shape((b, hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
     used = Shape((b, slots), jnp.bool_)
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
+    state = [rolling, rolling, summary, *([ids] if choice.lookahead == "step" else [])]
     load = {}
     for n in choice.load_buckets:
         places = Shape((n,), jnp.int32)
         load[n] = Graph(
             "load",
-            partial(load_groups, dim=dim),
-            [pool, pool, Shape((n, values), dtype), places, places],
+            partial(load_groups, tokens=g),
+            [pool_k, pool_v, Shape((n, values), dtype), places, places],
             (0, 1),
         )
     return GroupGraphs(
         load=load,
-        summarise=Graph("summarise", summarise_row, [summary, adapter, k_row, scalar], (0,)),
+        summarise=Graph(
+            "summarise",
+            partial(summarise_row, place_tokens=plan.place_tokens),
+            [summary, adapter, k_row, scalar],
+            (0,),
+        ),
         predict=Graph(
-            "predict", group_predict(plan, block), [block.params, adapter, x, summary, lengths], ()
+            "predict", group_predict(plan, block), [block.params, adapter, x, summary, lengths, ids], (5,)
         ),
         segment=Graph(
             "segment",
             group_segment(plan, block),
-            [block.params, adapter, x, pool, pool, used, rolling, rolling, summary, new, ids, lengths],
-            (2, 6, 7, 8, 9, 10),
+            [block.params, adapter, x, pool_k, pool_v, used, lengths, *state],
+            (2, *range(7, 7 + len(state))),
         ),
     )
 
 
 def summarise_row(
-    summary: Float[Array, "B r S"],
+    summary: Float[Array, "B P r"],
     adapter: Float[Array, "HkvD r"],
     k: Float[Array, "1 Hkv D S"],
     row: Int[Array, ""],
-) -> Float[Array, "B r S"]:
+    *,
+    place_tokens: int,
+) -> Float[Array, "B P r"]:
     """The summary of a prefilled row's keys; what it says beyond the prompt is never looked at."""
     zero = jnp.zeros((), jnp.int32)
-    return jax.lax.dynamic_update_slice(
-        summary, summarise(k, adapter).astype(summary.dtype), (row, zero, zero)
-    )
+    k = group_means(k, place_tokens) if place_tokens > 1 else k
+    return _write(summary, summarise(k, adapter), (row, zero, zero))
+
+
+def _write(summary: jax.Array, values: jax.Array, where: tuple[jax.Array, ...]) -> jax.Array:
+    """Writes into the summary in place, as bits: XLA's CPU backend has no arithmetic of 16 bits, and converted the
+    whole summary to float32 and back for a write of bfloat16 (80 times slower)."""
+    values = values.astype(summary.dtype)
+    if summary.dtype.itemsize == 2:
+        bits = jax.lax.bitcast_convert_type(summary, jnp.uint16)
+        bits = jax.lax.dynamic_update_slice(bits, jax.lax.bitcast_convert_type(values, jnp.uint16), where)
+        return jax.lax.bitcast_convert_type(bits, summary.dtype)
+    return jax.lax.dynamic_update_slice(summary, values, where)
 
 
 def load_groups(
-    pool_k: Float[Array, "B Hkv C1 GD"],
-    pool_v: Float[Array, "B Hkv C1 GD"],
+    pool_k: Float[Array, "B Hkv D CG"],
+    pool_v: Float[Array, "B Hkv CG D"],
     records: Float[Array, "n values"],
     rows: Int[Array, " n"],
     slots: Int[Array, " n"],
     *,
-    dim: int,
+    tokens: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Puts records, each K [Hkv, D, G] then V [Hkv, G, D], into slots of rows. Padding goes to the last slot.
 
-    In a slot K is [Hkv, G, D] too: a group then is a run of memory that a scatter copies whole.
-
-    The last output is the staging memory's fence: it is ready when the records have been read.
+    Args:
+      tokens: G.
+    Returns: the pools, and the staging memory's fence, which is ready when the records have been read.
     """
-    n, heads, width = records.shape[0], pool_k.shape[1], pool_k.shape[3]
-    k = records[:, : heads * width].reshape(n, heads, dim, -1).swapaxes(2, 3).reshape(n, heads, width)
-    v = records[:, heads * width : 2 * heads * width].reshape(n, heads, width)
-    return pool_k.at[rows, :, slots].set(k), pool_v.at[rows, :, slots].set(v), rows[0] + slots[0]
+    heads, dim = pool_k.shape[1:3]
+    size, zero = heads * dim * tokens, jnp.zeros((), jnp.int32)
+
+    def put(i: Int[Array, ""], pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pool_k, pool_v = pools
+        record, row, at = records[i], rows[i], slots[i] * tokens
+        k = record[:size].reshape(1, heads, dim, tokens)
+        v = record[size : 2 * size].reshape(1, heads, tokens, dim)
+        pool_k = jax.lax.dynamic_update_slice(pool_k, k, (row, zero, zero, at))
+        return pool_k, jax.lax.dynamic_update_slice(pool_v, v, (row, zero, at, zero))
+
+    pool_k, pool_v = jax.lax.fori_loop(0, records.shape[0], put, (pool_k, pool_v))
+    return pool_k, pool_v, rows[0] + slots[0]
 
 
 def attend_groups(
     q: Float[Array, "B Hkv R D"],
-    pool_k: Float[Array, "B Hkv C1 GD"],
-    pool_v: Float[Array, "B Hkv C1 GD"],
+    pool_k: Float[Array, "B Hkv D CG"],
+    pool_v: Float[Array, "B Hkv CG D"],
     used: Bool[Array, "B C1"],
     rolling_k: Float[Array, "B Hkv G D"],
     rolling_v: Float[Array, "B Hkv G D"],
@@ -132,32 +159,30 @@ def attend_groups(
     The two parts join by merging softmax sums (online softmax), so nothing is concatenated or copied. Slots
     not in use take no part: any K there, even NaN, and any finite V.
     """
-    b, heads, _, dim = q.shape
-    tokens = pool_k.shape[3] // dim
-    k = pool_k.reshape(b, heads, -1, dim)
-    v = pool_v.reshape(b, heads, -1, dim)
-    scale = dim**-0.5
-    far = jnp.einsum("bkrd,bksd->bkrs", q, k, preferred_element_type=jnp.float32) * scale
+    tokens = rolling_k.shape[2]
+    scale = q.shape[-1] ** -0.5
+    far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
     near = jnp.einsum("bkrd,bkgd->bkrg", q, rolling_k, preferred_element_type=jnp.float32) * scale
     far = jnp.where(jnp.repeat(used, tokens, axis=1)[:, None, None], far, -jnp.inf)
     near = jnp.where((jnp.arange(tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
     top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]  # finite: the new token is always near
     far, near = jnp.exp(far - top), jnp.exp(near - top)
-    out = jnp.einsum("bkrs,bksd->bkrd", far.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bkrs,bksd->bkrd", far.astype(q.dtype), pool_v, preferred_element_type=jnp.float32)
     out = out + jnp.einsum(
-        "bkrg,bkgd->bkrd", near.astype(v.dtype), rolling_v, preferred_element_type=jnp.float32
+        "bkrg,bkgd->bkrd", near.astype(q.dtype), rolling_v, preferred_element_type=jnp.float32
     )
     return (out / (far.sum(axis=-1) + near.sum(axis=-1))[..., None]).astype(q.dtype)
 
 
 def group_segment(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
-    """One layer's step: (params, adapter, x, pools, used, rolling, summary, new, ids, lengths) → x, rolling,
-    summary, new, ids: `ids` [B, M] are the groups that the next step should attend."""
+    """One layer's step: (params, adapter, x, pools, used, lengths, rolling, summary) → x, rolling, summary. Under
+    `step` lookahead it also takes and gives `ids` [B, M], the groups that the next step should attend."""
+    selects = selection_of(plan).lookahead == "step"
 
     def segment(
-        params: Params, adapter, x, pool_k, pool_v, used, rolling_k, rolling_v, summary, new, ids, lengths
+        params: Params, adapter, x, pool_k, pool_v, used, lengths, rolling_k, rolling_v, summary, *ids
     ):
-        del new, ids  # given for their memory alone
+        del ids  # given for their memory alone
         q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
         newest = lengths % plan.group_tokens
         here = (jnp.arange(plan.group_tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
@@ -165,24 +190,29 @@ def group_segment(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
         rolling_v = jnp.where(here, v_new[:, :, None], rolling_v)
         x = block.finish(params, x, attend_groups(q, pool_k, pool_v, used, rolling_k, rolling_v, newest))
         # The write comes before the read, so that XLA can do it in place.
-        token = summarise(k_new[..., None], adapter).astype(summary.dtype)  # [B, r, 1]
+        k = k_new[..., None] if plan.place_tokens == 1 else rolling_k.swapaxes(2, 3).mean(3, keepdims=True)
+        # A group's mean is right once the group is complete; nobody looks at it before.
+        place = summarise(k, adapter)  # [B, 1, r]
         zero = jnp.zeros((), jnp.int32)
-        for row in range(token.shape[0]):
-            at = (jnp.asarray(row, jnp.int32), zero, lengths[row])
-            summary = jax.lax.dynamic_update_slice(summary, token[row][None], at)
+        for row in range(place.shape[0]):
+            at = (jnp.asarray(row, jnp.int32), lengths[row] // plan.place_tokens, zero)
+            summary = _write(summary, place[row][None], at)
+        if not selects:
+            return x, rolling_k, rolling_v, summary
         ids = _select(plan, q, adapter, summary, lengths + 1)
-        return x, rolling_k, rolling_v, summary, jnp.stack([k_new, v_new]), ids
+        return x, rolling_k, rolling_v, summary, ids
 
     return segment
 
 
 def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
-    """A layer's selection before its own step: (params, adapter, x, summary, lengths) → ids [B, M].
+    """A layer's selection before its own step: (params, adapter, x, summary, lengths, ids) → ids [B, M].
 
     With the layer's own input it is exact; with the input of the layer before, the paper's approximation.
     """
 
-    def predict(params: Params, adapter, x, summary, lengths):
+    def predict(params: Params, adapter, x, summary, lengths, ids):
+        del ids  # given for their memory alone
         q, _, _ = block.project(params, x, lengths, lengths + 1)
         return _select(plan, q, adapter, summary, lengths)
 
@@ -199,10 +229,10 @@ def _select(
     plan: Plan,
     q: Float[Array, "B Hkv R D"],
     adapter: Float[Array, "HkvD r"],
-    summary: Float[Array, "B r S"],
+    summary: Float[Array, "B P r"],
     lengths: Int[Array, " B"],
 ) -> Int[Array, "B M"]:
     choice, g = selection_of(plan), plan.group_tokens
     query = low_rank_query(q, adapter, choice.aggregate)
-    scores = group_scores(query, summary, lengths, g, choice.aggregate)
+    scores = group_scores(query, summary, lengths // g, g // plan.place_tokens, choice.aggregate)
     return select(scores, lengths // g, choice.selected_groups, choice.sink_groups, choice.recent_groups)

@@ -109,6 +109,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.capacity // self.group_tokens
 
     @property
+    def place_tokens(self) -> int:
+        """Tokens that one place of the K summary stands for (policy `group`)."""
+        return 1 if self.selection is not None and self.selection.summary == "token" else self.group_tokens
+
+    @property
+    def summary_places(self) -> int:
+        """Places of the K summary per row (policy `group`)."""
+        return self.capacity // self.place_tokens
+
+    @property
     def segments(self) -> int:
         """Compiled graphs launched per step, without the head."""
         return -(-self.layers // self.layers_per_segment)
@@ -152,6 +162,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         s = self.capacity
         return (rows, self.kv_heads, self.head_dim, s), (rows, self.kv_heads, s, self.head_dim)
+
+    @property
+    def pool_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's slots under `group`, K [B, Hkv, D, C1·G] and V [B, Hkv, C1·G, D]: C reuse slots
+        and one that padding may overwrite."""
+        slots = 1 + (self.selection.reuse_slots if self.selection is not None else 0)
+        tokens = slots * self.group_tokens
+        head = (self.batch, self.kv_heads)
+        return (*head, self.head_dim, tokens), (*head, tokens, self.head_dim)
 
     # ---- buffers -------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     for name in ("tokens", "lengths", "advance", "forced"):
         yield Buffer(name=name, shape=(b,), dtype="int32", tier="device")
     yield Buffer(name="logits", shape=(b, g.vocab), dtype="float32", tier="device")
-    for i in range(plan.layers):
+    for i in range(plan.layers if plan.policy != "group" else 0):
         shape = (2, b, plan.kv_heads, plan.head_dim)
         yield Buffer(name=f"new.{i}", shape=shape, dtype=dt, tier="device")
     if plan.policy == "resident":
@@ -77,18 +77,19 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
 def _group_buffers(plan: Plan) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
-    pool = (b, plan.kv_heads, s.reuse_slots + 1, plan.group_tokens * plan.head_dim)
     rolling = (b, plan.kv_heads, plan.group_tokens, plan.head_dim)
     values = plan.stride_bytes // plan.itemsize
+    summary = (b, plan.summary_places, s.rank)
     for i in range(plan.layers):
-        for part in "kv":
+        for part, pool in zip("kv", plan.pool_shapes, strict=True):
             yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
             yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
-        yield Buffer(name=f"summary.{i}", shape=(b, s.rank, plan.capacity), dtype=dt, tier="device")
+        yield Buffer(name=f"summary.{i}", shape=summary, dtype=s.summary_dtype, tier="device")
         yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
         adapter = (plan.kv_heads * plan.head_dim, s.rank)
         yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
+    for i in range(plan.staging_slots or 0):
         yield Buffer(name=f"staging.{i}", shape=(s.load_buckets[-1], values), dtype=dt, tier="dram")
     yield from _layers(plan, "prefill", plan.prefill_slots, 1, "device", phase="prefill")
     yield from _record_buffers(plan)

@@ -96,7 +96,12 @@ def _validate_group(plan: Plan) -> None:
             f"policy group with tier dram needs dram_rows of 1 to the batch of {plan.batch}, not {plan.dram_rows}; "
             "use tier disk for none"
         )
-    for name in ("physical_layers", "staging_groups", "staging_slots"):
+    if plan.staging_slots is None or plan.staging_slots < 2:
+        raise PlanError(
+            f"policy group needs staging_slots of at least 2 (one loads while the next fills), not "
+            f"{plan.staging_slots}; use 2, or more under lookahead step, which reads that many layers ahead"
+        )
+    for name in ("physical_layers", "staging_groups"):
         if getattr(plan, name) is not None:
             raise PlanError(f"{name} means nothing under policy group; leave it out, or use policy layer")
     if plan.layers_per_segment != 1:

@@ -13,7 +13,7 @@ from swapkv_jax.memory_limits import exact_bytes, format_bytes
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
 from swapkv_jax.plan_buffers import ITEMSIZE
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Lookahead, Selection
 
 CacheChoice = Literal["auto", "resident", "layer", "group"]
 TierChoice = Literal["auto", "dram", "disk"]
@@ -34,7 +34,9 @@ class Budgets:
 
 
 NO_LIMITS = Budgets()
-SELECTION = Selection(selected_groups=100, reuse_slots=100, rank=16)
+# Under `layer` one slot is loaded while the next fills; under `step` reads run further ahead.
+_STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8}
+SELECTION = Selection(selected_groups=70, reuse_slots=140, rank=64)
 
 
 def make_plan(
@@ -121,11 +123,13 @@ def _candidates(
     transport: Transport = "alias" if platform == "cpu" else "copy"
     if cache == "group":
         rows = common["batch"] if tier == "dram" else None
+        selection = overrides.get("selection") or _default_selection(geometry, common)
         group = plan(
             policy="group",
             tier="dram" if rows else "disk",
             transport=transport,
-            selection=SELECTION,
+            selection=selection,
+            staging_slots=_STAGING_SLOTS[selection.lookahead],
             dram_rows=rows,
         )
         yield _with_pool(group, geometry, budgets) if tier == "auto" else group
@@ -141,6 +145,19 @@ def _candidates(
             size = staging_shape(layer.groups, layer.stride_bytes)
             layer = msgspec.structs.replace(layer, staging_groups=size)
         yield layer
+
+
+def _default_selection(geometry: Geometry, common: dict[str, Any]) -> Selection:
+    """`SELECTION`, no larger than the context and the keys make use of."""
+    groups = max(1, -(-common["max_context"] // common["group_tokens"]))
+    pinned = SELECTION.sink_groups + SELECTION.recent_groups
+    slots = max(pinned, min(SELECTION.reuse_slots, groups))
+    return msgspec.structs.replace(
+        SELECTION,
+        selected_groups=max(pinned, min(SELECTION.selected_groups, groups)),
+        reuse_slots=slots,
+        rank=min(SELECTION.rank, geometry.kv_heads * geometry.head_dim),
+    )
 
 
 def _with_pool(plan: Plan, geometry: Geometry, budgets: Budgets) -> Plan:

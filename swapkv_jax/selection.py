@@ -11,6 +11,9 @@ from swapkv_jax.errors import PlanError
 Aggregate = Literal["sum", "softmax"]
 Lookahead = Literal["step", "layer"]
 Replacement = Literal["fifo", "lru"]
+Summary = Literal["token", "group"]
+SummaryDType = Literal["float32", "bfloat16", "float16"]
+Attended = Literal["selected", "kept"]
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,10 +36,14 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank: int
     sink_groups: int = 1
     recent_groups: int = 8
+    summary: Summary = "group"
+    summary_dtype: SummaryDType = "bfloat16"
     aggregate: Aggregate = "softmax"
-    lookahead: Lookahead = "step"
+    lookahead: Lookahead = "layer"
     replacement: Replacement = "lru"
-    load_buckets: tuple[int, ...] = (8, 32, 128)
+    attended: Attended = "kept"
+    refresh: tuple[int, ...] = ()
+    load_buckets: tuple[int, ...] = (8, 16, 32, 64, 96, 128)
 
     def validate(self, key_size: int) -> None:
         """Raises PlanError naming what is wrong and what would work. `key_size`: Hkv·D."""

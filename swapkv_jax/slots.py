@@ -180,6 +180,10 @@ class SlotTable:
         """
         return np.ascontiguousarray(self._mask(self.lookup(request.layer, request.wanted)))
 
+    def kept_mask(self, layer: int) -> NDArray[np.bool_]:
+        """[B, C]: the slots that hold a group whose data has landed, wanted last or not."""
+        return (self._group_of[layer] >= 0) & (self._ticket[layer] == LANDED)
+
     def clear(self, rows: Sequence[int] | None = None) -> None:
         """Empties these rows (all by default) in every layer, as their sequences end.
 

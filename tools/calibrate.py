@@ -53,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", type=Path, metavar="FILE", help="UTF-8 text (default: the topics of Python's help)")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"of the text, at most (default {TOKENS})")
     add("--window", type=int, default=WINDOW, metavar="N", help=f"tokens per window (default {WINDOW})")
+    add(
+        "--group-tokens",
+        type=int,
+        default=4,
+        metavar="G",
+        help="adapt to the mean keys of groups of G tokens (default 4; 1 for a summary of tokens)",
+    )
     add("--rank", type=int, metavar="R", help="vectors to save per layer (default: all, but at most 256)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="of the model (default: as decode)")
     add("--out", type=Path, metavar="DIR", help="where to save (default: in the user's cache)")
@@ -69,10 +76,16 @@ def _run(args: argparse.Namespace, say: Talk) -> None:
         model = load_model(args.model, dtype, progress)
         started = time.perf_counter()
         adapter = calibrate(
-            model, text, tokens=args.tokens, window=args.window, rank=args.rank, progress=progress
+            model,
+            text,
+            tokens=args.tokens,
+            window=args.window,
+            rank=args.rank,
+            place_tokens=args.group_tokens,
+            progress=progress,
         )
         seconds = time.perf_counter() - started
-    place = args.out or adapter_directory(model.fingerprint)
+    place = args.out or adapter_directory(model.fingerprint, adapter.place_tokens)
     adapter.save(place)
     say(f"calibrated on {adapter.tokens} tokens in {seconds:.1f} s; rank {adapter.rank} saved in {place}")
     kept = {rank: adapter.variance_kept(rank) for rank in RANKS if rank <= adapter.spectrum.shape[1]}
@@ -101,6 +114,7 @@ def _report(
         "fingerprint": adapter.fingerprint,
         "text_digest": adapter.text_digest,
         "tokens": adapter.tokens,
+        "group_tokens": adapter.place_tokens,
         "rank": adapter.rank,
         "seconds": seconds,
         "variance_kept": {str(rank): share.tolist() for rank, share in kept.items()},

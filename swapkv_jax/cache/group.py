@@ -1,17 +1,15 @@
 """Policy `group` (KVSwap): disk holds everything, memory a summary of K and the groups in use.
 
-Each layer keeps C reuse slots of G tokens per row on the device. The M groups to attend are selected ahead: by
-a token (`step` lookahead: this step's exact queries select for the next step) or by a layer (`layer`: a layer's
-input selects for the layer after it), so that what is missing is read while the device computes.
+Each layer keeps C reuse slots of G tokens per row on the device. The M groups that a step needs are selected
+ahead: by a layer (`layer` lookahead: the layer before's input selects) or by a token (`step`: this step's exact
+queries select for the next step), so that what is missing is read while the device computes.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,7 +17,8 @@ import numpy as np
 
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.layer import LayerCache, Slot
+from swapkv_jax.cache.offload import OffloadCache, Slot
+from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
@@ -27,22 +26,30 @@ from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, put, zeros
-from swapkv_jax.tiers import DiskStore, aligned_buffer
+from swapkv_jax.tiers import DiskStore
 
 KEEP_BATCH = 64  # records written at a time by prefill
 
 
 @dataclass
+class Lane:
+    """A staging slot and what fills it. `fence` is ready when the last load from the slot has read it."""
+
+    staging: StagingBuffer
+    reader: RecordReader
+    fence: jax.Array | None = None
+
+
+@dataclass(frozen=True)
 class Arrival:
-    """The missing groups of one selection; the first load's worth of them is being read into staging."""
+    """The missing groups of one selection; the first load's worth of them is on its way into the lane."""
 
     request: Request
-    in_memory: dict[int, np.ndarray]  # index among the missing → record that is still being written
-    read: Future[None]
+    lane: Lane
 
 
-class GroupCache(LayerCache):
-    """See the module. A group that was just completed is served from memory until it has been written."""
+class GroupCache(OffloadCache):
+    """See the module. Reads are started and awaited by the engine's thread, and done by the kernel meanwhile."""
 
     def __init__(self, program: Program, store: DiskStore, adapter: Adapter):
         super().__init__(program)
@@ -50,22 +57,34 @@ class GroupCache(LayerCache):
         assert program.group is not None
         self._graphs, self._choice = program.group, choice
         self._tier = RecordTier(plan, store)
+        self._pending = PendingWrites(self._tier, self._io)
         layers, b, dtype, transport = plan.layers, plan.batch, plan.dtype, plan.transport or "copy"
-        pool = (b, plan.kv_heads, choice.reuse_slots + 1, plan.group_tokens * plan.head_dim)
-        values = plan.stride_bytes // plan.itemsize
         self._adapters = [put(vectors) for vectors in adapter.slice(choice.rank).vectors]
-        self._pools = [(zeros(pool, dtype), zeros(pool, dtype)) for _ in range(layers)]
+        k_pool, v_pool = plan.pool_shapes
+        self._pools = [(zeros(k_pool, dtype), zeros(v_pool, dtype)) for _ in range(layers)]
         self._rolling = [self._empty_rolling() for _ in range(layers)]
-        self._summary = [zeros((b, choice.rank, plan.capacity), dtype) for _ in range(layers)]
+        summary = (b, plan.summary_places, choice.rank)
+        self._summary = [zeros(summary, choice.summary_dtype) for _ in range(layers)]
         self._ids = [zeros((b, choice.selected_groups), "int32") for _ in range(layers)]
         self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in range(layers)]
-        self._staging = [StagingBuffer(choice.load_buckets, values, dtype, transport) for _ in range(layers)]
+        self._lanes = [self._new_lane() for _ in range(plan.staging_slots or 0)]
+        self._free = deque(self._lanes)
         self._table = SlotTable(layers, b, choice.reuse_slots, plan.groups, choice.replacement)
         self._arrivals: list[Arrival | None] = [None] * layers
-        self._writing: dict[tuple[int, int, int], tuple[np.ndarray, Future[None]]] = {}
-        self._lock = threading.Lock()
+        self._refresh = choice.refresh or (1,) * layers
+        self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in range(layers)]
+        self._asked = [True] * layers  # whether what is wanted has been requested
+        self._step = 0
+        self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
         self._read_s = 0.0
         self._overflow_loads = 0
+
+    def _new_lane(self) -> Lane:
+        plan, sizes = self._plan, self._choice.load_buckets
+        staging = StagingBuffer(
+            sizes, plan.stride_bytes // plan.itemsize, plan.dtype, plan.transport or "copy"
+        )
+        return Lane(staging, RecordReader(self._tier, self._pending, sizes[-1], self._io))
 
     def _empty_rolling(self) -> Slot:
         p = self._plan
@@ -77,6 +96,7 @@ class GroupCache(LayerCache):
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
         self._drain()
         self._table.clear()
+        self._step, self._newest = 0, np.full(self._plan.batch, -1)
         self._tier.open(names, limits)
 
     def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
@@ -101,135 +121,155 @@ class GroupCache(LayerCache):
         self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
     ) -> jax.Array:
         by_layer = self._choice.lookahead == "layer"
-        last = len(layers) - 1
+        g = self._plan.group_tokens
+        newest = np.where(active & ((held + 1) % g == 0), held // g, -1)  # groups that this step completes
         for layer, params in enumerate(layers):
-            if self._arrivals[layer] is None:
-                # Nothing was selected ahead: the first step, or the first layer under `layer` lookahead.
-                self._request(layer, self._predict(layer, params, x, lengths))
-            following = None
-            if by_layer and layer < last:
-                following = self._predict(layer + 1, layers[layer + 1], x, lengths)
+            if (by_layer and layer == 0) or (self._step == 0 and not by_layer):
+                self._predict(layer, params, x, lengths)
+                self._want(layer, self._step, self._newest)
+                self._request(layer)
+            following = layer + 1 if by_layer and layer + 1 < len(layers) else None
+            if following is not None:
+                self._predict(following, layers[following], x, lengths)
+                self._want(following, self._step, self._newest)
             self._land(layer)
             x = self._run(layer, params, x, lengths)
-            if layer:
-                self._write_back(layer - 1, held, active)
-                if not by_layer:
-                    self._request(layer - 1, self._ids[layer - 1])
             if following is not None:
-                self._request(layer + 1, following)
-        self._write_back(last, held, active)
-        if not by_layer:
-            self._request(last, self._ids[last])
+                self._request(following)
+            if layer:
+                self._finish_layer(layer - 1, newest)
+            if not by_layer:
+                self._request(self._ahead_of(layer))
+        self._finish_layer(len(layers) - 1, newest)
+        self._step += 1
+        self._newest = newest
         return x
 
-    def _predict(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        return self._graphs.predict(params, self._adapters[layer], x, self._summary[layer], lengths)
+    def _due(self, layer: int, step: int) -> bool:
+        """Whether the layer's selection is made anew in this step. Layers take turns."""
+        return step == 0 or (step + layer) % self._refresh[layer] == 0
+
+    def _want(self, layer: int, step: int, newest: np.ndarray) -> None:
+        """What the layer should attend in `step`: a new selection, or the last one and what was completed since."""
+        if self._due(layer, step):
+            self._wanted[layer] = fetch(self._ids[layer])
+        elif (newest >= 0).any():
+            rows = np.flatnonzero(newest >= 0)
+            self._wanted[layer][rows, -1] = newest[rows]  # in place of the one that scored least
+        else:
+            return
+        self._asked[layer] = False
+
+    def _finish_layer(self, layer: int, newest: np.ndarray) -> None:
+        """Takes what a layer's segment has put out for the host: completed groups, and under `step` lookahead
+        the selection."""
+        rows = np.flatnonzero(newest >= 0)
+        if rows.size:
+            k, v = (fetch(part) for part in self._rolling[layer])  # [B, Hkv, G, D] each
+            for row in rows.tolist():
+                self._pending.write(layer, row, int(newest[row]), k[row].swapaxes(1, 2), v[row])
+        if self._choice.lookahead == "step":
+            self._want(layer, self._step + 1, newest)
+
+    def _ahead_of(self, layer: int) -> int:
+        """The layer that is as far behind the running one as there are lanes for; it may be of the next step."""
+        layers = self._plan.layers
+        return (layer + min(len(self._lanes), layers) - 1) % layers
+
+    def _predict(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> None:
+        if not self._due(layer, self._step):
+            return
+        self._ids[layer] = self._graphs.predict(
+            params, self._adapters[layer], x, self._summary[layer], lengths, self._ids[layer]
+        )
 
     def _run(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        x, rolling_k, rolling_v, self._summary[layer], self._new[layer], self._ids[layer] = (
-            self._graphs.segment(
-                params,
-                self._adapters[layer],
-                x,
-                *self._pools[layer],
-                self._used[layer].device,
-                *self._rolling[layer],
-                self._summary[layer],
-                self._new[layer],
-                self._ids[layer],
-                lengths,
-            )
+        used = self._used[layer].device
+        state = (*self._rolling[layer], self._summary[layer])
+        if self._choice.lookahead == "step":
+            state = (*state, self._ids[layer])
+        x, *state = self._graphs.segment(
+            params, self._adapters[layer], x, *self._pools[layer], used, lengths, *state
         )
-        self._rolling[layer] = (rolling_k, rolling_v)
+        k, v, self._summary[layer], *ids = state
+        self._rolling[layer] = (k, v)
+        if ids:
+            (self._ids[layer],) = ids
         return x
 
     # ---- what is missing -----------------------------------------------------------------------------
 
-    def _request(self, layer: int, ids: jax.Array) -> None:
-        """Finds slots for the selected groups and starts to read the missing ones."""
-        request = self._table.request(layer, fetch(ids))
-        in_memory = self._still_writing(request)
-        read = self._io.submit(self._read, request, in_memory, 0)
-        self._arrivals[layer] = Arrival(request, in_memory, read)
+    def _request(self, layer: int) -> None:
+        """Finds slots for what the layer wants and starts to read the missing groups."""
+        if self._asked[layer]:
+            return
+        self._asked[layer] = True
+        request = self._table.request(layer, self._wanted[layer])
+        lane = self._free.popleft()
+        try:
+            if lane.fence is not None:
+                lane.fence.block_until_ready()
+            self._read(request, lane, 0)
+        except BaseException:
+            self._give_up(request, lane)
+            raise
+        self._arrivals[layer] = Arrival(request, lane)
 
-    def _still_writing(self, request: Request) -> dict[int, np.ndarray]:
-        """Which of the missing groups are in memory because their write has not ended."""
-        found = {}
-        for key, (record, write) in list(self._writing.items()):
-            layer, row, group = key
-            if write.done():
-                write.result()  # a failed write surfaces here
-                del self._writing[key]
-            elif layer == request.layer:
-                here = (request.missing_rows == row) & (request.missing_groups == group)
-                found.update(dict.fromkeys(np.flatnonzero(here).tolist(), record))
-        return found
-
-    def _read(self, request: Request, in_memory: dict[int, np.ndarray], first: int) -> None:
-        """Fills staging with the missing groups from index `first` on. Runs on an I/O thread."""
+    def _read(self, request: Request, lane: Lane, first: int) -> None:
+        """Starts to fill the lane with the missing groups from index `first` on."""
         started = time.perf_counter()
-        records = self._staging[request.layer].records
+        records = lane.staging.records
         rows = request.missing_rows[first : first + len(records)]
         groups = request.missing_groups[first : first + len(records)]
-        cuts = {*(i - first for i in in_memory), *(i - first + 1 for i in in_memory)}
-        edges = sorted({0, len(rows), *(cut for cut in cuts if 0 < cut < len(rows))})
-        for begin, end in itertools.pairwise(edges):
-            if first + begin in in_memory:
-                records[begin] = in_memory[first + begin]
-            else:
-                piece = slice(begin, end)
-                self._tier.start_read(request.layer, rows[piece], groups[piece], records[piece]).result()
-        with self._lock:
-            self._read_s += time.perf_counter() - started
+        lane.reader.start(request.layer, rows, groups, records[: len(rows)])
+        self._read_s += time.perf_counter() - started
 
     def _land(self, layer: int) -> None:
         """Loads what was read into its slots, and says which slots this step attends."""
-        arrival = self._arrivals[layer]
-        assert arrival is not None
-        self._arrivals[layer] = None
-        request, staging = arrival.request, self._staging[layer]
-        started = time.perf_counter()
+        arrival, self._arrivals[layer] = self._arrivals[layer], None
+        if arrival is None:  # the slots are as they were in the step before
+            return
+        request, lane = arrival.request, arrival.lane
         try:
-            arrival.read.result()
-            self._wait_s += time.perf_counter() - started
-            for first in range(0, request.misses, len(staging.records)):
+            for first in range(0, request.misses, len(lane.staging.records)):
                 if first:  # more than the largest load: the rest is read now
-                    started = time.perf_counter()
                     jax.block_until_ready(self._pools[layer])
-                    self._read(request, arrival.in_memory, first)
+                    self._read(request, lane, first)
                     self._overflow_loads += 1
-                    self._wait_s += time.perf_counter() - started
-                self._load(layer, request, first)
+                started = time.perf_counter()
+                lane.reader.finish()
+                self._wait_s += time.perf_counter() - started
+                self._load(request, lane, first)
         except BaseException:
-            staging.buffer[...] = 0  # damaged values must not stay where weight 0 would meet them
-            self._table.cancel(request)
+            self._give_up(request, lane)
             raise
-        self._table.publish(request)
-        self._used[layer].host[:, :-1] = self._table.use_mask(request)
+        self._free.append(lane)
+        table = self._table
+        table.publish(request)
+        kept = self._choice.attended == "kept"
+        self._used[layer].host[:, :-1] = table.kept_mask(layer) if kept else table.use_mask(request)
 
-    def _load(self, layer: int, request: Request, first: int) -> None:
-        sizes = self._choice.load_buckets
+    def _give_up(self, request: Request, lane: Lane) -> None:
+        lane.reader.cancel()
+        lane.staging.buffer[...] = 0  # damaged values must not stay where weight 0 would meet them
+        self._table.cancel(request)
+        self._free.append(lane)
+
+    def _load(self, request: Request, lane: Lane, first: int) -> None:
+        sizes, layer = self._choice.load_buckets, request.layer
         count = min(request.misses - first, sizes[-1])
         size = next(n for n in sizes if n >= count)
         rows = np.zeros(size, np.int32)
         slots = np.full(size, self._choice.reuse_slots, np.int32)  # padding goes to the spare slot
         rows[:count] = request.missing_rows[first : first + count]
         slots[:count] = request.missing_slots[first : first + count]
-        k, v, _ = self._graphs.load[size](
-            *self._pools[layer], self._staging[layer].arrived(size), rows, slots
+        k, v, lane.fence = self._graphs.load[size](
+            *self._pools[layer], lane.staging.arrived(size), rows, slots
         )
         self._pools[layer] = (k, v)
 
-    def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
-        group = self._tier.append(layer, row, at, k, v)
-        if group is not None:
-            record = aligned_buffer(self._plan.stride_bytes)[None]
-            record[0] = self._tier.rolling[layer, row]
-            write = self._io.submit(self._tier.write, layer, row, group, record)
-            self._writing[layer, row, group] = (record[0], write)
-
-    def _arrive(self, layer: int) -> Slot:
-        raise AssertionError("policy group attends its pools")
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        return  # every layer's completed groups were taken while the next one computed
 
     # ---- the end -------------------------------------------------------------------------------------
 
@@ -243,28 +283,29 @@ class GroupCache(LayerCache):
         """Lets reads and writes end. What was read is forgotten; a write that failed is raised."""
         for layer, arrival in enumerate(self._arrivals):
             if arrival is not None:
-                arrival.read.exception()
-                self._table.cancel(arrival.request)
+                self._give_up(arrival.request, arrival.lane)
                 self._arrivals[layer] = None
-        writing, self._writing = self._writing, {}
-        failures = [failure for _, write in writing.values() if (failure := write.exception())]
-        if failures:
-            raise failures[0]
+        self._asked = [True] * self._plan.layers
+        self._pending.drain()
 
     def close(self) -> None:
         try:
             self._drain()
         finally:
             super().close()
+            for lane in self._lanes:
+                lane.reader.close()
             self._pools, self._rolling, self._summary, self._ids = [], [], [], []
             self._tier.release()
 
     @property
     def use(self) -> CacheUse:
         tier, table = self._tier.use, self._table
+        note = self._lanes[0].reader.note
         return replace(
             tier,
-            dram_used=tier.dram_used + sum(s.buffer.nbytes for s in self._staging),
+            notes=(*tier.notes, *([note] if note else [])),
+            dram_used=tier.dram_used + sum(lane.staging.buffer.nbytes for lane in self._lanes),
             wait_s=self._wait_s,
             groups_selected=table.hits + table.misses,
             groups_read=table.misses,
@@ -279,9 +320,8 @@ class GroupCache(LayerCache):
         for i, part in enumerate("kv"):
             named[f"pool.{part}"] = [pool[i] for pool in self._pools]
             named[f"rolling.{part}"] = [rolling[i] for rolling in self._rolling]
-        mine = {
+        return {
             f"{name}.{layer}": array.unsafe_buffer_pointer()
             for name, arrays in named.items()
             for layer, array in enumerate(arrays)
         }
-        return {**super().addresses(), **mine}

@@ -3,9 +3,7 @@ rolling buffer."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -38,6 +36,13 @@ class RecordTier:
         k = records[:, :half].view(p.dtype).reshape(-1, p.kv_heads, p.head_dim, p.group_tokens)
         v = records[:, half : 2 * half].view(p.dtype).reshape(-1, p.kv_heads, p.group_tokens, p.head_dim)
         return k, v
+
+    def new_record(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """A record of its own, uint8 [1, stride], of a group's K [Hkv, D, G] and V [Hkv, G, D]."""
+        record = aligned_buffer(self._plan.stride_bytes)[None]
+        k_out, v_out = self.parts(record)
+        k_out[0], v_out[0] = k, v
+        return record
 
     def keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray, batch: int) -> None:
         """Writes a prefilled row, K [Hkv, D, S] and V [Hkv, S, D], `batch` records at a time."""
@@ -76,34 +81,6 @@ class RecordTier:
         self.files[row].write(layer, first_group, records)
         if self.pool is not None and row < self.pool.rows:
             self.pool.write(layer, row, first_group, records)
-
-    def start_read(self, layer: int, rows: np.ndarray, groups: np.ndarray, out: np.ndarray) -> Future[None]:
-        """Starts to put stored records into `out`, uint8 [n, stride]: out of DRAM where that has the row.
-
-        Args:
-          rows, groups: int32 [n], in (row, group) order; the write of each has ended.
-          out: aligned and contiguous, the caller's to read once `result()` has returned.
-        Returns: what to wait for. `result()` raises TierError if a record is damaged or cannot be read; `out`
-          must then not be used.
-        """
-        cut = 0 if self.pool is None else int(np.searchsorted(rows, self.pool.rows))
-        done: Future[None] = Future()
-        try:
-            if self.pool is not None and cut:
-                self.pool.read(layer, rows[:cut], groups[:cut], out[:cut])
-            self._read_files(layer, rows[cut:], groups[cut:], out[cut:])
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        return done
-
-    def _read_files(self, layer: int, rows: np.ndarray, groups: np.ndarray, out: np.ndarray) -> None:
-        """Reads records from the rows' files, adjacent groups together."""
-        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(groups) != 1)) + 1
-        edges = [0, *breaks.tolist(), len(rows)] if len(rows) else []
-        for begin, end in itertools.pairwise(edges):
-            self.files[rows[begin]].read(layer, int(groups[begin]), end - begin, out[begin:end])
 
     def open(self, names: Sequence[str], limits: Sequence[int]) -> None:
         """Creates the rows' files with room for `limits` tokens each, and gives the first rows their DRAM.

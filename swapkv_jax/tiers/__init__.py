@@ -5,6 +5,7 @@ from swapkv_jax.tiers.disk_store import DiskStore, planned_file_bytes
 from swapkv_jax.tiers.dram_pool import BLOCK_BYTES, DramPool, TensorRef
 from swapkv_jax.tiers.eviction import SequenceOrder
 from swapkv_jax.tiers.record import record_stride
+from swapkv_jax.tiers.scattered import ScatteredReader
 from swapkv_jax.tiers.sequence_file import Run, SequenceFile
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DramPool",
     "IoCounts",
     "Run",
+    "ScatteredReader",
     "SequenceFile",
     "SequenceOrder",
     "Syscalls",

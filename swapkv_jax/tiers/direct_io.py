@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from swapkv_jax.errors import TierError, UsageError
+from swapkv_jax.tiers.kernel_reads import KernelReads
 
 PAGE = 4096
 PROBE_PREFIX = ".probe-"
@@ -51,6 +52,9 @@ class Syscalls:
 
     def drop_cache(self, descriptor: int, offset: int, length: int) -> None:
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def kernel_reads(self, size: int) -> KernelReads:
+        return KernelReads(size)
 
     def try_lock(self, descriptor: int) -> bool:
         try:
@@ -181,7 +185,7 @@ class AlignedFile:
     ) -> None:
         """Take over `descriptor`, opened on `path` with O_DIRECT iff `support.direct`."""
         self.path = path
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self.support = support
         self._counters = counters
         self._syscalls = syscalls
@@ -196,7 +200,7 @@ class AlignedFile:
         with _long_reads if buffer.size >= LONG_READ_BYTES else contextlib.nullcontext():
             self._transfer(self._syscalls.read_at, "read", buffer, offset)
         if not self.support.direct:
-            self._syscalls.drop_cache(self._descriptor, offset, buffer.size)
+            self._syscalls.drop_cache(self.descriptor, offset, buffer.size)
 
     def write(self, buffer: np.ndarray, offset: int) -> None:
         """Write the whole 1-D `buffer` at `offset`, likewise.
@@ -217,18 +221,18 @@ class AlignedFile:
             TierError: the device says it is not.
         """
         try:
-            self._syscalls.flush(self._descriptor)
+            self._syscalls.flush(self.descriptor)
         except OSError as error:
             raise TierError(
                 f"cannot flush {self.path}: errno {error.errno}, {error.strerror}; check the disk"
             ) from error
         if not self.support.direct:
             self._dirty = 0
-            self._syscalls.drop_cache(self._descriptor, 0, 0)
+            self._syscalls.drop_cache(self.descriptor, 0, 0)
 
     def close(self) -> None:
         """Close the descriptor."""
-        self._syscalls.close(self._descriptor)
+        self._syscalls.close(self.descriptor)
 
     def _transfer(
         self, call: Callable[[int, np.ndarray, int], int], verb: str, buffer: np.ndarray, offset: int
@@ -237,7 +241,7 @@ class AlignedFile:
         while done < buffer.size:
             reason: OSError | str
             try:
-                moved = call(self._descriptor, buffer[done:], offset + done)
+                moved = call(self.descriptor, buffer[done:], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:

@@ -73,6 +73,11 @@ class DiskStore:
         self.close()
 
     @property
+    def syscalls(self) -> Syscalls:
+        """What its files are read and written through."""
+        return self._syscalls
+
+    @property
     def directory(self) -> Path:
         """Where the files are."""
         return self._directory.path

@@ -46,13 +46,13 @@ def stamp(
     footers["checksum"] = _checksums(records)
 
 
-def damaged(records: np.ndarray, *, layer: int, first_group: int, nonce: int) -> np.ndarray:
-    """Indices of the `records` `[n, stride]` that are not intact records of just these groups."""
+def damaged(records: np.ndarray, *, layer: int, groups: np.ndarray, nonces: np.ndarray | int) -> np.ndarray:
+    """Indices of the `records` `[n, stride]` that are not intact records of just these `groups` `[n]`."""
     footers = _footers(records)
     intact = footers["checksum"] == _checksums(records)
     intact &= footers["layer"] == layer
-    intact &= footers["group"] == np.arange(first_group, first_group + len(records))
-    intact &= footers["nonce"] == nonce
+    intact &= footers["group"] == groups
+    intact &= footers["nonce"] == nonces
     intact &= footers["flags"] == 0
     return np.flatnonzero(~intact)
 

@@ -97,6 +97,15 @@ class SequenceFile:
         """Whether records go past the page cache."""
         return self._records.support.direct
 
+    @property
+    def descriptor(self) -> int:
+        """The open file that holds the records, to read from at `offsets`; `arrived` counts such reads."""
+        return self._records.descriptor
+
+    def arrived(self, reads: int, nbytes: int) -> None:
+        """Count reads that went past `read`."""
+        self._counters.add(reads=reads, bytes_read=nbytes)
+
     def buffer(self, groups: int) -> np.ndarray:
         """An aligned uint8 array `[groups, stride]`, payloads at `[:, :header.payload_bytes]`."""
         return aligned_buffer(groups * self.stride).reshape(groups, self.stride)
@@ -215,6 +224,38 @@ class SequenceFile:
             self._verify(layer, run, rows)
         return record.valid_tokens(out)
 
+    def offsets(self, layer: int, groups: np.ndarray) -> np.ndarray:
+        """Where the records of these `groups` `[n]` of one layer lie in the file, int64 `[n]`.
+
+        Raises:
+            TierError: some of them have no room in the file, hence were never stored.
+        """
+        header = self.header
+        if len(groups) and not 0 <= groups.min() <= groups.max() < header.groups:
+            raise TierError(
+                f"{self.path} holds groups 0 to {header.groups - 1}, not {groups.min()} to {groups.max()}; "
+                f"prefill sequence {self.sequence!r} again"
+            )
+        firsts, counts, starts = np.array(header.extents, np.int64).T
+        extent = np.searchsorted(firsts, groups, side="right") - 1
+        index = layer * counts[extent] + groups - firsts[extent]
+        return starts[extent] + index * header.stride
+
+    def reread(self, layer: int, group: int, out: np.ndarray) -> None:
+        """Read one record, uint8 `[1, stride]`, that did not arrive or verify; what fails again is given up.
+
+        Raises:
+            TierError: the read keeps failing, or the record is damaged, missing or another's.
+        """
+        (run,) = self.runs(layer, group, 1)
+        self._counters.add(retries=1)
+        self._records.read(out.reshape(-1), run.file_offset)
+        if record.damaged(out, layer=layer, groups=np.array([group]), nonces=self.header.nonce).size:
+            raise TierError(
+                f"stored record of layer {layer}, group {group} in {self.path} is damaged or was never "
+                f"written; delete the file or decode again without this session"
+            )
+
     def sync(self) -> None:
         """Wait until everything written is on the device, both copies of the header included.
 
@@ -263,17 +304,9 @@ class SequenceFile:
         self.header = header
 
     def _verify(self, layer: int, run: Run, rows: np.ndarray) -> None:
-        nonce = self.header.nonce
-        for index in record.damaged(rows, layer=layer, first_group=run.first_group, nonce=nonce):
-            group = run.first_group + int(index)
-            row = rows[index : index + 1]
-            self._counters.add(retries=1)
-            self._records.read(row.reshape(-1), run.file_offset + int(index) * self.stride)
-            if record.damaged(row, layer=layer, first_group=group, nonce=nonce).size:
-                raise TierError(
-                    f"stored record of layer {layer}, group {group} in {self.path} is damaged or was never "
-                    f"written; delete the file or decode again without this session"
-                )
+        groups = np.arange(run.first_group, run.first_group + run.groups)
+        for index in record.damaged(rows, layer=layer, groups=groups, nonces=self.header.nonce):
+            self.reread(layer, int(groups[index]), rows[index : index + 1])
 
     def _check_buffer(self, records: np.ndarray) -> None:
         if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != self.stride:
