@@ -65,7 +65,20 @@ def device_bytes(engine: Engine) -> DeviceBytes:
 
 
 # Of a plan's buffers: state that every policy has alike, and small change of `group` that holds no keys or values.
-_NOT_KV = {"x", "tokens", "lengths", "advance", "forced", "logits", "new", "used", "ids", "adapter"}
+_NOT_KV = {
+    "x",
+    "tokens",
+    "lengths",
+    "advance",
+    "forced",
+    "logits",
+    "new",
+    "used",
+    "ids",
+    "no_ids",
+    "adapter",
+    "queries",
+}
 
 
 def kv_bytes(plan: Plan, geometry: Geometry) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 A token's keys of all KV heads, as rotated for the cache, make one vector of N = Hkv·D numbers (index h·D + d).
 The r-number summary of a token, or of a group's mean key, is the product with an adapter [N, r], and a query
-scored against summaries is projected by the same adapter (KVSwap, arXiv 2511.11907). `calibration` makes adapters; this module keeps them.
+scored against summaries is projected by the same adapter (KVSwap, arXiv 2511.11907). `calibration` makes
+adapters; this module keeps them.
 
 On disk an adapter is a directory: `adapter.json` names the Orbax checkpoint beside it that holds the arrays,
 and is replaced last, so that a reader finds the old adapter or the new one, whole.

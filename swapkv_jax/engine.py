@@ -85,6 +85,7 @@ class Engine:
             store_dir=store_dir or default_store_dir(),
             disk_limit=disk_limit,
             adapter=adapter,
+            layers=self.params["layers"],
         )
         self._generation: Generation | None = None
         self._closed = False

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from swapkv_jax.graph import Graph, Shape
 from swapkv_jax.models.blocks import BlockFunctions, Params
+from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import group_means, group_scores, low_rank_query, select, summarise
 from swapkv_jax.selection import Selection
@@ -41,7 +42,7 @@ class GroupGraphs:
         return (self.segment, self.predict, *self.load.values())
 
 
-def compile_group_graphs(plan: Plan, block: BlockFunctions, hidden: int) -> GroupGraphs:
+def compile_group_graphs(plan: Plan, block: BlockFunctions, geometry: Geometry) -> GroupGraphs:
     """Lowers and compiles the policy's graphs for the default device."""
     dtype, b, heads, dim, g = (
         jnp.dtype(plan.dtype),
@@ -57,8 +58,9 @@ def compile_group_graphs(plan: Plan, block: BlockFunctions, hidden: int) -> Grou
     summary = Shape((b, plan.summary_places, choice.rank), jnp.dtype(choice.summary_dtype))
     adapter = Shape((heads * dim, choice.rank), jnp.float32)
     ids = Shape((b, choice.selected_groups), jnp.int32)
-    x, lengths, scalar = Shape((b, hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
+    x, lengths, scalar = Shape((b, geometry.hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
     used = Shape((b, slots), jnp.bool_)
+    queries = Shape((geometry.hidden, geometry.heads * geometry.head_dim), jnp.dtype(choice.summary_dtype))
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
     state = [rolling, rolling, summary, *([ids] if choice.lookahead == "step" else [])]
     load = {}
@@ -79,13 +81,16 @@ def compile_group_graphs(plan: Plan, block: BlockFunctions, hidden: int) -> Grou
             (0,),
         ),
         predict=Graph(
-            "predict", group_predict(plan, block), [block.params, adapter, x, summary, lengths, ids], (5,)
+            "predict",
+            group_predict(plan, block),
+            [block.params, queries, adapter, x, summary, lengths, ids],
+            (6,),
         ),
         segment=Graph(
             "segment",
             group_segment(plan, block),
-            [block.params, adapter, x, pool_k, pool_v, used, lengths, *state],
-            (2, *range(7, 7 + len(state))),
+            [block.params, adapter, x, pool_k, pool_v, used, lengths, ids, *state],
+            (2, *range(8, 8 + len(state))),
         ),
     )
 
@@ -175,14 +180,18 @@ def attend_groups(
 
 
 def group_segment(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
-    """One layer's step: (params, adapter, x, pools, used, lengths, rolling, summary) → x, rolling, summary. Under
-    `step` lookahead it also takes and gives `ids` [B, M], the groups that the next step should attend."""
+    """One layer's step: (params, adapter, x, pools, used, lengths, after, rolling, summary) → x, rolling, summary.
+
+    `after` [B, M] is there to be waited for: the selection for the next layer, whose reads should run beside this
+    graph, must not share the processor with it. Under `step` lookahead the graph also takes and gives `ids` [B, M],
+    the groups that the next step should attend.
+    """
     selects = selection_of(plan).lookahead == "step"
 
     def segment(
-        params: Params, adapter, x, pool_k, pool_v, used, lengths, rolling_k, rolling_v, summary, *ids
+        params: Params, adapter, x, pool_k, pool_v, used, lengths, after, rolling_k, rolling_v, summary, *ids
     ):
-        del ids  # given for their memory alone
+        del after, ids  # given for their order and memory alone
         q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
         newest = lengths % plan.group_tokens
         here = (jnp.arange(plan.group_tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
@@ -206,14 +215,15 @@ def group_segment(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
 
 
 def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
-    """A layer's selection before its own step: (params, adapter, x, summary, lengths, ids) → ids [B, M].
+    """A layer's selection before its own step: (params, queries, adapter, x, summary, lengths, ids) → ids [B, M].
 
-    With the layer's own input it is exact; with the input of the layer before, the paper's approximation.
+    `queries` are the layer's query weights, in the summary's dtype: scores need no more. With the layer's own input
+    the selection is exact but for that; with the input of the layer before it is the paper's approximation.
     """
 
-    def predict(params: Params, adapter, x, summary, lengths, ids):
+    def predict(params: Params, queries, adapter, x, summary, lengths, ids):
         del ids  # given for their memory alone
-        q, _, _ = block.project(params, x, lengths, lengths + 1)
+        q = block.queries(params, queries, x, lengths, lengths + 1)
         return _select(plan, q, adapter, summary, lengths)
 
     return predict

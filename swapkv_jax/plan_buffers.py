@@ -58,7 +58,7 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
         yield from _layers(plan, "kv", plan.layers, b, "device")
         return
     if plan.policy == "group":
-        yield from _group_buffers(plan)
+        yield from _group_buffers(plan, g)
         return
     slots = plan.physical_layers or 0
     if plan.tier == "disk":
@@ -74,7 +74,7 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
         yield from _layers(plan, "arriving", slots - 1, b, "device")
 
 
-def _group_buffers(plan: Plan) -> Iterator[Buffer]:
+def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
     rolling = (b, plan.kv_heads, plan.group_tokens, plan.head_dim)
@@ -87,8 +87,11 @@ def _group_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer(name=f"summary.{i}", shape=summary, dtype=s.summary_dtype, tier="device")
         yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
+        queries = (g.hidden, g.heads * g.head_dim)
+        yield Buffer(name=f"queries.{i}", shape=queries, dtype=s.summary_dtype, tier="device")
         adapter = (plan.kv_heads * plan.head_dim, s.rank)
         yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
+    yield Buffer(name="no_ids", shape=(b, s.selected_groups), dtype="int32", tier="device")
     for i in range(plan.staging_slots or 0):
         yield Buffer(name=f"staging.{i}", shape=(s.load_buckets[-1], values), dtype=dt, tier="dram")
     yield from _layers(plan, "prefill", plan.prefill_slots, 1, "device", phase="prefill")

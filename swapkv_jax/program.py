@@ -130,7 +130,7 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         prefill[c] = Graph("prefill", _prefill(block), arguments, (1, 2, 3))
         take[c] = Graph("take", _take, [x, chunk, number, number], (0,))
 
-    group = compile_group_graphs(plan, block, h) if plan.policy == "group" else None
+    group = compile_group_graphs(plan, block, geometry) if plan.policy == "group" else None
     segments = {}
     for n in _segment_sizes(plan) if group is None else ():
         arguments = [[block.params] * n, x, [k] * n, [v] * n, [new] * n, rows]

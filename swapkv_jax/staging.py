@@ -95,6 +95,11 @@ def fetch(array: jax.Array) -> np.ndarray:
     return np.array(array, copy=True)
 
 
+def is_ready(array: jax.Array) -> bool:
+    """Whether a device array has been computed."""
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  (its stub lacks it)
+
+
 def read_only_view(array: jax.Array) -> np.ndarray:
     """A device array's content for a host thread to read: without a copy on a CPU, else fetched."""
     return host_view(array) if _device().platform == "cpu" else np.asarray(array)

@@ -31,7 +31,7 @@ def scan_seconds(engine: Engine) -> float:
         buffer = shapes[name]
         return put(rng.standard_normal(buffer.shape, np.float32).astype(DTYPES[buffer.dtype]))
 
-    x, adapter = random("x"), random("adapter.0")
+    x, adapter, queries = random("x"), random("adapter.0"), random("queries.0")
     copies = min(plan.layers, -(-_MORE_THAN_CACHES // shapes["summary.0"].bytes))
     summaries = [random("summary.0") for _ in range(copies)]
     lengths = put(np.full(plan.batch, plan.max_context - 1, np.int32))
@@ -42,7 +42,7 @@ def scan_seconds(engine: Engine) -> float:
         nonlocal ids
         started = time.perf_counter()
         for layer, params in enumerate(layers):
-            ids = graphs.predict(params, adapter, x, summaries[layer % copies], lengths, ids)
+            ids = graphs.predict(params, queries, adapter, x, summaries[layer % copies], lengths, ids)
             jax.block_until_ready(ids)
         return time.perf_counter() - started
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from swapkv_jax.adapter import Adapter
@@ -22,10 +23,10 @@ from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
-from swapkv_jax.models.blocks import Params
+from swapkv_jax.models.blocks import Params, query_weights
 from swapkv_jax.program import Program
 from swapkv_jax.slots import Request, SlotTable
-from swapkv_jax.staging import Flags, StagingBuffer, fetch, put, zeros
+from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, zeros
 from swapkv_jax.tiers import DiskStore
 
 KEEP_BATCH = 64  # records written at a time by prefill
@@ -51,29 +52,33 @@ class Arrival:
 class GroupCache(OffloadCache):
     """See the module. Reads are started and awaited by the engine's thread, and done by the kernel meanwhile."""
 
-    def __init__(self, program: Program, store: DiskStore, adapter: Adapter):
+    def __init__(self, program: Program, store: DiskStore, adapter: Adapter, layers: Sequence[Params]):
         super().__init__(program)
         plan, choice = self._plan, selection_of(self._plan)
         assert program.group is not None
         self._graphs, self._choice = program.group, choice
         self._tier = RecordTier(plan, store)
         self._pending = PendingWrites(self._tier, self._io)
-        layers, b, dtype, transport = plan.layers, plan.batch, plan.dtype, plan.transport or "copy"
+        b, dtype, transport = plan.batch, plan.dtype, plan.transport or "copy"
+        each = range(plan.layers)
+        wanted = jnp.dtype(choice.summary_dtype)
+        self._queries = [query_weights(params, program.geometry).astype(wanted) for params in layers]
         self._adapters = [put(vectors) for vectors in adapter.slice(choice.rank).vectors]
         k_pool, v_pool = plan.pool_shapes
-        self._pools = [(zeros(k_pool, dtype), zeros(v_pool, dtype)) for _ in range(layers)]
-        self._rolling = [self._empty_rolling() for _ in range(layers)]
+        self._pools = [(zeros(k_pool, dtype), zeros(v_pool, dtype)) for _ in each]
+        self._rolling = [self._empty_rolling() for _ in each]
         summary = (b, plan.summary_places, choice.rank)
-        self._summary = [zeros(summary, choice.summary_dtype) for _ in range(layers)]
-        self._ids = [zeros((b, choice.selected_groups), "int32") for _ in range(layers)]
-        self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in range(layers)]
+        self._summary = [zeros(summary, choice.summary_dtype) for _ in each]
+        self._ids = [zeros((b, choice.selected_groups), "int32") for _ in each]
+        self._no_ids = zeros((b, choice.selected_groups), "int32")
+        self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in each]
         self._lanes = [self._new_lane() for _ in range(plan.staging_slots or 0)]
         self._free = deque(self._lanes)
-        self._table = SlotTable(layers, b, choice.reuse_slots, plan.groups, choice.replacement)
-        self._arrivals: list[Arrival | None] = [None] * layers
-        self._refresh = choice.refresh or (1,) * layers
-        self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in range(layers)]
-        self._asked = [True] * layers  # whether what is wanted has been requested
+        self._table = SlotTable(plan.layers, b, choice.reuse_slots, plan.groups, choice.replacement)
+        self._arrivals: list[Arrival | None] = [None] * plan.layers
+        self._refresh = choice.refresh or (1,) * plan.layers
+        self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
+        self._asked = [True] * plan.layers  # whether what is wanted has been requested
         self._step = 0
         self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
         self._read_s = 0.0
@@ -131,10 +136,10 @@ class GroupCache(OffloadCache):
             following = layer + 1 if by_layer and layer + 1 < len(layers) else None
             if following is not None:
                 self._predict(following, layers[following], x, lengths)
-                self._want(following, self._step, self._newest)
-            self._land(layer)
-            x = self._run(layer, params, x, lengths)
+            self._land(layer, x)
+            x = self._run(layer, params, x, lengths, following)
             if following is not None:
+                self._want(following, self._step, self._newest)
                 self._request(following)
             if layer:
                 self._finish_layer(layer - 1, newest)
@@ -180,16 +185,25 @@ class GroupCache(OffloadCache):
         if not self._due(layer, self._step):
             return
         self._ids[layer] = self._graphs.predict(
-            params, self._adapters[layer], x, self._summary[layer], lengths, self._ids[layer]
+            params,
+            self._queries[layer],
+            self._adapters[layer],
+            x,
+            self._summary[layer],
+            lengths,
+            self._ids[layer],
         )
 
-    def _run(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    def _run(
+        self, layer: int, params: Params, x: jax.Array, lengths: jax.Array, following: int | None
+    ) -> jax.Array:
         used = self._used[layer].device
+        after = self._no_ids if following is None else self._ids[following]
         state = (*self._rolling[layer], self._summary[layer])
         if self._choice.lookahead == "step":
             state = (*state, self._ids[layer])
         x, *state = self._graphs.segment(
-            params, self._adapters[layer], x, *self._pools[layer], used, lengths, *state
+            params, self._adapters[layer], x, *self._pools[layer], used, lengths, after, *state
         )
         k, v, self._summary[layer], *ids = state
         self._rolling[layer] = (k, v)
@@ -224,8 +238,11 @@ class GroupCache(OffloadCache):
         lane.reader.start(request.layer, rows, groups, records[: len(rows)])
         self._read_s += time.perf_counter() - started
 
-    def _land(self, layer: int) -> None:
-        """Loads what was read into its slots, and says which slots this step attends."""
+    def _land(self, layer: int, x: jax.Array) -> None:
+        """Loads what was read into its slots, and says which slots this step attends.
+
+        Waiting for reads while `x` is still being computed costs nothing: only other waits count.
+        """
         arrival, self._arrivals[layer] = self._arrivals[layer], None
         if arrival is None:  # the slots are as they were in the step before
             return
@@ -238,7 +255,8 @@ class GroupCache(OffloadCache):
                     self._overflow_loads += 1
                 started = time.perf_counter()
                 lane.reader.finish()
-                self._wait_s += time.perf_counter() - started
+                if is_ready(x):
+                    self._wait_s += time.perf_counter() - started
                 self._load(request, lane, first)
         except BaseException:
             self._give_up(request, lane)

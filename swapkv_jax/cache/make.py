@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from swapkv_jax.adapter import Adapter
@@ -10,6 +11,7 @@ from swapkv_jax.cache.disk import DiskLayerCache
 from swapkv_jax.cache.dram import AliasLayerCache, PinnedLayerCache
 from swapkv_jax.cache.group import GroupCache
 from swapkv_jax.cache.resident import ResidentCache
+from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.tiers import DiskStore
 
@@ -21,6 +23,7 @@ def make_cache(
     store_dir: Path,
     disk_limit: int | None,
     adapter: Adapter | None,
+    layers: Sequence[Params],
 ) -> Cache:
     """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` and policy
     `group`, the adapter to policy `group` alone, which must have one.
@@ -39,7 +42,7 @@ def make_cache(
         if plan.policy == "layer":
             return DiskLayerCache(program, store)
         assert adapter is not None
-        return GroupCache(program, store, adapter)
+        return GroupCache(program, store, adapter, layers)
     except BaseException:
         store.close()
         raise

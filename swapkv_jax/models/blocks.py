@@ -74,6 +74,26 @@ class DecoderBlock(nnx.Module):
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         return q.reshape(-1, g.kv_heads, g.query_per_kv, g.head_dim), k, v
 
+    def queries(
+        self,
+        weights: Float[Array, "H HqD"],
+        x: Float[Array, "N H"],
+        positions: Int[Array, " N"],
+        spans: Int[Array, " N"],
+    ) -> Float[Array, "N Hkv R D"]:
+        """`project`'s queries alone, by `weights` of any dtype: see `query_weights`."""
+        g = self.geometry
+        normed = self.input_norm(x).astype(weights.dtype)
+        q = jnp.einsum("nh,hq->nq", normed, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+        if self.qkv.bias is not None:
+            q = q + self.qkv.bias[: q.shape[1]]
+        q = q.reshape(-1, g.heads, g.head_dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return _rotate(q, *_rotation(g, positions, spans, x.dtype)).reshape(
+            -1, g.kv_heads, g.query_per_kv, g.head_dim
+        )
+
     def finish(self, x: Float[Array, "N H"], attended: Float[Array, "N Hkv R D"]) -> Float[Array, "N H"]:
         """Adds the attention output's projection and the gated MLP to the residual stream."""
         x = x + self.o(attended.reshape(x.shape[0], -1))
@@ -105,11 +125,12 @@ def _rotate(
 
 @dataclass(frozen=True)
 class BlockFunctions:
-    """The block's two halves as pure functions of one layer's parameters, and the shape of those."""
+    """The block's two halves, and its queries alone, as functions of one layer's parameters, and their shape."""
 
     params: Params  # pytree of jax.ShapeDtypeStruct
     project: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     finish: Callable[..., jax.Array]
+    queries: Callable[..., jax.Array]
 
 
 def split_block(geometry: Geometry, dtype: str) -> BlockFunctions:
@@ -125,4 +146,10 @@ def split_block(geometry: Geometry, dtype: str) -> BlockFunctions:
         params=nnx.to_pure_dict(state),
         project=lambda params, *args: module(params).project(*args),
         finish=lambda params, *args: module(params).finish(*args),
+        queries=lambda params, *args: module(params).queries(*args),
     )
+
+
+def query_weights(params: Params, geometry: Geometry) -> Float[Array, "H HqD"]:
+    """The part of a layer's fused weights that makes queries. A copy: a product needs them contiguous."""
+    return params["qkv"]["kernel"][:, : geometry.heads * geometry.head_dim]
