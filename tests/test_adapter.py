@@ -22,7 +22,7 @@ LAYERS, SIZE, RANK = 3, 12, 8
 FINGERPRINT = "0123456789abcdef" * 2
 
 
-def make_adapter(seed: int = 0, rank: int = RANK) -> Adapter:
+def make_adapter(seed: int = 0, rank: int = RANK, place_tokens: int = 4) -> Adapter:
     rng = np.random.default_rng(seed)
     vectors = np.linalg.qr(rng.standard_normal((LAYERS, SIZE, SIZE)))[0][:, :, :rank]
     return Adapter(
@@ -31,14 +31,15 @@ def make_adapter(seed: int = 0, rank: int = RANK) -> Adapter:
         fingerprint=FINGERPRINT,
         text_digest=digest_text("a text"),
         tokens=99 + seed,
+        place_tokens=place_tokens,
     )
 
 
 def same(a: Adapter, b: Adapter) -> bool:
     arrays = np.array_equal(a.vectors, b.vectors) and np.array_equal(a.spectrum, b.spectrum)
     dtypes = (a.vectors.dtype, a.spectrum.dtype) == (b.vectors.dtype, b.spectrum.dtype)
-    records = (a.fingerprint, a.text_digest, a.tokens) == (b.fingerprint, b.text_digest, b.tokens)
-    return arrays and dtypes and records
+    names = ("fingerprint", "text_digest", "tokens", "place_tokens")
+    return arrays and dtypes and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 @given(st.integers(1, RANK))
@@ -49,7 +50,7 @@ def test_slice_keeps_the_first_vectors(rank: int) -> None:
     assert np.array_equal(part.vectors, adapter.vectors[:, :, :rank])
     assert part.vectors.flags.c_contiguous
     assert np.array_equal(part.variance_kept(rank), adapter.variance_kept(rank))
-    assert part.fingerprint == adapter.fingerprint
+    assert (part.fingerprint, part.place_tokens) == (adapter.fingerprint, adapter.place_tokens)
 
 
 @pytest.mark.parametrize("rank", [-1, 0, RANK + 1])
@@ -74,6 +75,14 @@ def test_round_trip(tmp_path: Path, rank: int) -> None:
     adapter = make_adapter(rank=rank)
     adapter.save(tmp_path / "deep" / "er")
     assert same(Adapter.load(tmp_path / "deep" / "er", FINGERPRINT), adapter)
+
+
+def test_a_record_that_does_not_name_its_means_is_of_tokens(tmp_path: Path) -> None:
+    make_adapter(place_tokens=1).save(tmp_path)
+    record = json.loads((tmp_path / "adapter.json").read_text())
+    assert record.pop("place_tokens") == 1
+    (tmp_path / "adapter.json").write_text(json.dumps(record))
+    assert same(Adapter.load(tmp_path, FINGERPRINT), make_adapter(place_tokens=1))
 
 
 def test_a_slice_is_saved_as_a_slice(tmp_path: Path) -> None:
@@ -240,7 +249,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert adapter_directory(FINGERPRINT) == tmp_path / "swapkv_jax" / "adapters" / FINGERPRINT
+    place = tmp_path / "swapkv_jax" / "adapters" / FINGERPRINT
+    assert [adapter_directory(FINGERPRINT, n) for n in (1, 4)] == [place / "means-of-1", place / "means-of-4"]
 
 
 def test_module_needs_neither_jax_nor_orbax() -> None:

@@ -112,6 +112,25 @@ def test_adapter_is_the_svd_of_the_engines_keys(load: Callable[..., Model], name
     assert_is_svd(adapter, engine_keys(model, cut(model)))
 
 
+def means(keys: np.ndarray, windows: list[list[int]], place_tokens: int) -> np.ndarray:
+    """[L, P, N]: the mean keys of adjacent tokens, which no window shares with the next."""
+    ends = np.cumsum([len(ids) for ids in windows])[:-1]
+    parts = []
+    for window in np.split(keys, ends, axis=1):
+        places = window.shape[1] // place_tokens
+        whole = window[:, : places * place_tokens]
+        parts.append(whole.reshape(len(keys), places, place_tokens, keys.shape[2]).mean(axis=2))
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("place_tokens", [4, 7])  # both leave tokens over
+def test_adapter_of_groups_is_the_svd_of_their_mean_keys(llama: Model, place_tokens: int) -> None:
+    windows = cut(llama)
+    adapter = calibrate(llama, TEXT, tokens=TOKENS, window=WINDOW, place_tokens=place_tokens)
+    assert (adapter.tokens, adapter.place_tokens) == (TOKENS, place_tokens)
+    assert_is_svd(adapter, means(engine_keys(llama, windows), windows, place_tokens))
+
+
 def first_keys(name: str, windows: list[list[int]], rotate: bool) -> np.ndarray:
     """float64 [T, N]: the first layer's keys by hand, from the checkpoint's own tensors."""
     config, tensors = tiny_config(name), tiny_tensors(name)
@@ -197,7 +216,10 @@ def test_few_tokens_per_character_are_still_found(llama: Model) -> None:
         ({"rank": 0}, "rank 0 .*use 1 to 32"),
         ({"rank": 33}, "rank 33 .*use 1 to 32"),
         ({"tokens": 0}, "tokens must be at least 1"),
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": 0}, "windows of 0 tokens cannot be cut into places of 1"),
+        ({"place_tokens": 0}, "cut into places of 0; use at least 1 of each"),
+        ({"window": 7, "place_tokens": 8}, "windows of 7 .* into places of 8; .* no shorter than places"),
+        ({"tokens": 127, "place_tokens": 4}, "127 tokens .*cannot fill 32 dimensions"),
         ({"tokens": 31}, "31 tokens .*cannot fill 32 dimensions"),
     ],
 )
@@ -243,8 +265,25 @@ def test_ensure_calibrates_once(llama: Model, cache: Path) -> None:
     with patch.object(calibration, "calibrate", side_effect=AssertionError("calibrated again")):
         second, note = ensure_adapter(llama)
         assert ensure_adapter(llama, text=TEXT)[0].tokens == first.tokens
-    assert note.startswith(f"adapter: loaded from {adapter_directory(llama.fingerprint)}")
+    assert note.startswith(f"adapter: loaded from {adapter_directory(llama.fingerprint, 1)}")
     assert np.array_equal(second.vectors, first.vectors)
+
+
+def test_ensure_keeps_adapters_for_tokens_and_for_groups_apart(
+    llama: Model, cache: Path, tmp_path: Path
+) -> None:
+    tokens, groups = ensure_adapter(llama)[0], ensure_adapter(llama, place_tokens=4)[0]
+    assert (tokens.place_tokens, groups.place_tokens) == (1, 4)
+    assert not np.array_equal(tokens.vectors, groups.vectors)
+    with patch.object(calibration, "calibrate", side_effect=AssertionError("calibrated again")):
+        for adapter in (tokens, groups):
+            again, _ = ensure_adapter(llama, place_tokens=adapter.place_tokens)
+            assert np.array_equal(again.vectors, adapter.vectors)
+    place = tmp_path / "mine"
+    tokens.save(place)
+    adapter, note = ensure_adapter(llama, place_tokens=4, directory=place)
+    assert "(the saved one was for means of 1 tokens)" in note
+    assert np.array_equal(adapter.vectors, groups.vectors)
 
 
 def test_ensure_follows_the_text_asked_for(llama: Model, cache: Path, tmp_path: Path) -> None:
@@ -254,13 +293,13 @@ def test_ensure_follows_the_text_asked_for(llama: Model, cache: Path, tmp_path: 
     assert adapter.text_digest == digest_text(TEXT[:3000])
     assert "of the given text (the saved one was of another text)" in note
     assert ensure_adapter(llama, directory=place)[0].text_digest == adapter.text_digest
-    assert not adapter_directory(llama.fingerprint).exists()
+    assert not adapter_directory(llama.fingerprint, 1).exists()
 
 
 def test_ensure_replaces_a_damaged_adapter_only_in_the_cache(
     llama: Model, cache: Path, tmp_path: Path
 ) -> None:
-    for place in (adapter_directory(llama.fingerprint), tmp_path / "mine"):
+    for place in (adapter_directory(llama.fingerprint, 1), tmp_path / "mine"):
         place.mkdir(parents=True)
         (place / "adapter.json").write_text("{")
     _, note = ensure_adapter(llama)
@@ -332,10 +371,11 @@ def test_tool(run: Callable[..., tuple[int, str, str]], llama: Model, tmp_path: 
     flags = ["--text", str(text), "--tokens", "350", "--window", "150", "--rank", "20", "--json", str(out)]
     code, table, said = run(*flags, "--verbose")
     assert code == 0
-    adapter = Adapter.load(adapter_directory(llama.fingerprint), llama.fingerprint)
-    reference = calibrate(llama, TEXT, tokens=350, window=150, rank=20)
+    adapter = Adapter.load(adapter_directory(llama.fingerprint, 4), llama.fingerprint)
+    reference = calibrate(llama, TEXT, tokens=350, window=150, rank=20, place_tokens=4)
     assert np.array_equal(adapter.vectors, reference.vectors)
     report = json.loads(out.read_text())
+    assert report["group_tokens"] == adapter.place_tokens == 4
     assert report["variance_kept"]["12"] == reference.variance_kept(12).tolist()
     assert list(report["variance_kept"]) == ["8", "12", "16", "24", "32"]  # keys have 32 dimensions
     rows = {line[:17].strip(): line[17:].split() for line in table.splitlines()}
@@ -343,16 +383,17 @@ def test_tool(run: Callable[..., tuple[int, str, str]], llama: Model, tmp_path: 
     assert rows["layer 3"][0] == f"{100 * reference.variance_kept(8)[3]:.2f}"
     assert rows["max"][-1] == "100.00"
     assert "calibrate (layers)" in said
-    assert "350 tokens" in said
+    assert "350 tokens, in mean keys of 4," in said
 
 
 def test_tool_saves_where_it_is_told(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, table, said = run(
-        "--tokens", "150", "--dtype", "bfloat16", "--out", str(tmp_path / "out"), "--quiet"
+        *("--tokens", "150", "--dtype", "bfloat16", "--group-tokens", "1"),
+        *("--out", str(tmp_path / "out"), "--quiet"),
     )
     assert (code, said) == (0, "")
     assert "layer" not in table
-    assert (tmp_path / "out" / "adapter.json").exists()
+    assert json.loads((tmp_path / "out" / "adapter.json").read_text())["place_tokens"] == 1
     assert not (tmp_path / "swapkv_jax").exists()
 
 
@@ -362,6 +403,7 @@ def test_tool_saves_where_it_is_told(run: Callable[..., tuple[int, str, str]], t
         (["--rank", "99"], 2, "use 1 to 32"),
         (["--text", "no/such/file"], 2, "cannot read the text no/such/file"),
         (["--tokens", "many"], 2, "invalid int"),
+        (["--group-tokens", "0"], 2, "places of 0; use at least 1"),
         (["--model", "no/such/model.gguf"], 1, "no such model"),
         (["--tokens", "150", "--out", "/dev/null/x"], 1, "use a writable directory"),
     ],

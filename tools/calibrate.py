@@ -25,7 +25,7 @@ from swapkv_jax.adapter import Adapter, adapter_directory
 from swapkv_jax.calibration import TOKENS, WINDOW, calibrate, default_text
 from swapkv_jax.talk import Talk
 
-RANKS = (8, 12, 16, 24, 32, 48, 64)
+RANKS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,10 @@ def _run(args: argparse.Namespace, say: Talk) -> None:
         seconds = time.perf_counter() - started
     place = args.out or adapter_directory(model.fingerprint, adapter.place_tokens)
     adapter.save(place)
-    say(f"calibrated on {adapter.tokens} tokens in {seconds:.1f} s; rank {adapter.rank} saved in {place}")
+    means = f", in mean keys of {adapter.place_tokens}," if adapter.place_tokens > 1 else ""
+    say(
+        f"calibrated on {adapter.tokens} tokens{means} in {seconds:.1f} s; rank {adapter.rank} saved in {place}"
+    )
     kept = {rank: adapter.variance_kept(rank) for rank in RANKS if rank <= adapter.spectrum.shape[1]}
     print(table(kept, args.verbose))
     if args.json is not None:
