@@ -85,6 +85,11 @@ def _validate_group(plan: Plan) -> None:
     if plan.selection is None:
         raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
     plan.selection.validate(plan.kv_heads * plan.head_dim)
+    if len(plan.selection.refresh) not in (0, plan.layers):
+        raise PlanError(
+            f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "
+            "leave it out"
+        )
     if plan.tier is None or plan.transport is None:
         raise PlanError(
             "policy group needs a tier (disk, or dram for a pool in front of it) and a transport (alias or copy)"

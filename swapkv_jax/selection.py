@@ -24,10 +24,17 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       reuse_slots: C, groups that a layer keeps on the device per row.
       rank: r of the low-rank K summary; σ = Hkv·D/r.
       sink_groups, recent_groups: the first and last complete groups, always among the selected.
+      summary: what the summary keeps low-rank keys of: every token (the paper), or the mean of each group's
+        keys, which takes G times less memory. The adapter must be calibrated for the same.
+      summary_dtype: of the summary; scores are float32 whatever it is.
       aggregate: how query heads are put together, see `predictor`.
       lookahead: `step` selects with this step's queries for the next step, `layer` with a layer's input for
-        the layer after it.
+        the layer after it (the paper).
       replacement: which slot a missing group takes, see `slots`.
+      attended: `selected` attends the selected groups (the paper), `kept` every group that is still in a slot
+        too, which is exact for C instead of M groups and reads no more. The same where C = M.
+      refresh: per layer, steps from one selection to the next; empty is 1 everywhere. Between two selections
+        each newly completed group takes the place of the selected group that scored least.
       load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
     """
 
@@ -72,9 +79,25 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if not 1 <= self.rank <= key_size:
             raise PlanError(f"rank {self.rank} is not between 1 and Hkv·D = {key_size}; use 8 to {key_size}")
+        self._check_refresh()
         if (
             not self.load_buckets
             or min(self.load_buckets) < 1
             or list(self.load_buckets) != sorted(set(self.load_buckets))
         ):
             raise PlanError(f"load_buckets must be rising positive sizes, not {list(self.load_buckets)}")
+
+    def _check_refresh(self) -> None:
+        if not self.refresh:
+            return
+        if min(self.refresh) < 1:
+            raise PlanError(
+                f"refresh must be steps of at least 1 for every layer, not {list(self.refresh)}; leave it out to "
+                "select in every step"
+            )
+        if max(self.refresh) > 1 and self.selected_groups <= self.sink_groups + self.recent_groups:
+            raise PlanError(
+                f"refresh of {max(self.refresh)} steps needs selected_groups of at least "
+                f"{self.sink_groups + self.recent_groups + 1}, not {self.selected_groups}: a newly completed group "
+                "takes the place of one that is neither sink nor recent"
+            )
