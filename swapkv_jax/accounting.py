@@ -8,6 +8,7 @@ import jax
 import msgspec
 
 from swapkv_jax.engine import Engine
+from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Plan
 
@@ -49,7 +50,15 @@ def device_bytes(engine: Engine) -> DeviceBytes:
                 arguments = program.segments[size].memory.arguments
                 compiled += count * (arguments - size * layer_weights - shared)
     elif program.group is not None:
-        compiled += plan.layers * (program.group.segment.memory.arguments - layer_weights - shared)
+        # A segment waits for a selection, the next layer's or `no_ids`; what is its own is in the predict graph,
+        # and under `step` lookahead in the segment as well.
+        ids = buffers["no_ids"]
+        segment = program.group.segment.memory.arguments - layer_weights - shared - ids
+        predict = program.group.predict.memory.arguments - layer_weights - shared
+        predict -= buffers["adapter.0"] + buffers["summary.0"]
+        compiled += ids + plan.layers * (
+            segment + predict - (ids if selection_of(plan).lookahead == "step" else 0)
+        )
     else:
         new = buffers["new.0"]
         slot = program.segments[1].memory.arguments - layer_weights - shared - new

@@ -34,9 +34,10 @@ class Budgets:
 
 
 NO_LIMITS = Budgets()
+_LOADS = (8, 16, 32, 64, 96, 128, 256)  # records; a graph each
 # Under `layer` one slot is loaded while the next fills; under `step` reads run further ahead.
 _STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8}
-SELECTION = Selection(selected_groups=70, reuse_slots=140, rank=64)
+SELECTION = Selection(selected_groups=96, reuse_slots=146, rank=64)
 
 
 def make_plan(
@@ -148,15 +149,18 @@ def _candidates(
 
 
 def _default_selection(geometry: Geometry, common: dict[str, Any]) -> Selection:
-    """`SELECTION`, no larger than the context and the keys make use of."""
+    """`SELECTION`, no larger than the context, the keys and the batch make use of."""
     groups = max(1, -(-common["max_context"] // common["group_tokens"]))
     pinned = SELECTION.sink_groups + SELECTION.recent_groups
-    slots = max(pinned, min(SELECTION.reuse_slots, groups))
+    selected = max(pinned, min(SELECTION.selected_groups, groups))
+    # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
+    largest = max(8, -(-common["batch"] * selected // 4))
     return msgspec.structs.replace(
         SELECTION,
-        selected_groups=max(pinned, min(SELECTION.selected_groups, groups)),
-        reuse_slots=slots,
+        selected_groups=selected,
+        reuse_slots=max(pinned, min(SELECTION.reuse_slots, groups)),
         rank=min(SELECTION.rank, geometry.kv_heads * geometry.head_dim),
+        load_buckets=(*(n for n in _LOADS if n < largest), min(largest, 2 * _LOADS[-1])),
     )
 
 
