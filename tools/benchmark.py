@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import machine
 import numpy as np
+from adapters import adapter_for
 from benchmark_flags import make_parser
 from benchmark_table import table
 from contenders import RANDOM_DEPTH, Contender, OurEngine, PeerDecode, Workload
@@ -39,7 +40,6 @@ from windows import cut_windows, read_texts
 
 from swapkv_jax import Plan, SwapKVError, UsageError, load_model, make_plan
 from swapkv_jax.adapter import Adapter
-from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.capture import capture
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, RandomPrefill
@@ -112,7 +112,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except PeerUnavailable as reason:
             skipped[name] = f"skipped ({reason})"
             print(f"{name}: {skipped[name]}", file=sys.stderr)
-    adapter = _adapter(args, model) if "group" in args.policies else None
+    if args.weights == "random":
+        adapter = random_adapter(model)
+    else:
+        adapter = adapter_for(model, itertools.chain(*plans.values()), args.adapter, SAY)
     setup = Setup(model, adapter, peers, prefill, store_dir, args.capture_dir)
     uses_disk = any(plan.tier == "disk" for plan in plans[shapes[0]])
     facts = machine.facts(store_dir if uses_disk else None)
@@ -134,7 +137,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "burst": args.burst,
         "random_reader": f"reads of single records at random places of the engine's own files, past the page cache, "
         f"{RANDOM_DEPTH} threads with one read each in flight",
-        "adapter_text_digest": None if adapter is None else adapter.text_digest,
         "skipped": skipped,
         "notes": [RANDOM_NOTE] if prefill == "random" and "group" in args.policies else [],
         "rows": rows,
@@ -218,17 +220,6 @@ def _prefilled(setup: Setup, prompts: Tokens, stack: ExitStack) -> Prefilled | N
         place = Path(stack.enter_context(scratch))
     with SAY.bars() as progress:
         return capture(setup.model, prompts, place, progress=progress)
-
-
-def _adapter(args: argparse.Namespace, model: Model) -> Adapter:
-    if args.adapter is not None:
-        return Adapter.load(args.adapter, model.fingerprint)
-    if args.weights == "random":
-        return random_adapter(model)
-    with SAY.bars() as progress:
-        adapter, note = ensure_adapter(model, progress=progress)
-    SAY(note)
-    return adapter
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from adapters import adapter_for
 from evaluation_table import table
 from flag_types import count, counts, paths
 from selection_flags import add_selection_flags, given_choices, group_choices
@@ -27,8 +28,6 @@ from tasks import Bench, find_needles, follow_texts
 from windows import cut_windows, read_texts
 
 from swapkv_jax import ModelError, Plan, PlanError, SwapKVError, UsageError, load_model, make_plan
-from swapkv_jax.adapter import Adapter
-from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     with say.bars() as progress:
         model = load_model(args.model, dtype, progress)
     plans = _plans(args, model, dtype)
-    adapter = _adapter(args.adapter, model, plans, say)
+    adapter = adapter_for(model, plans.values(), args.adapter, say)
     with say.bars() as progress:
         bench = Bench(
             model=model,
@@ -149,17 +148,6 @@ def _name(group_tokens: int, s: Selection) -> str:
         f"group G{group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank} sink {s.sink_groups} recent "
         f"{s.recent_groups} {s.aggregate} {s.lookahead} {s.replacement}"
     )
-
-
-def _adapter(place: Path | None, model: Model, plans: dict[str, Plan], say: Talk) -> Adapter | None:
-    if all(plan.policy != "group" for plan in plans.values()):
-        return None
-    if place is not None:
-        return Adapter.load(place, model.fingerprint)
-    with say.bars() as progress:
-        adapter, note = ensure_adapter(model, progress=progress)
-    say(note)
-    return adapter
 
 
 # ---- flags ---------------------------------------------------------------------------------------------
