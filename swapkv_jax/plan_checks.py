@@ -90,6 +90,10 @@ def _validate_group(plan: Plan) -> None:
             f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "
             "leave it out"
         )
+    if plan.selection.lookahead == "step" and plan.layers < 2:
+        raise PlanError(
+            "lookahead step reads for a layer while others compute, and the model has 1 layer; use lookahead layer"
+        )
     if plan.tier is None or plan.transport is None:
         raise PlanError(
             "policy group needs a tier (disk, or dram for a pool in front of it) and a transport (alias or copy)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from swapkv_jax.cache.disk import DiskLayerCache
 from swapkv_jax.cache.dram import PinnedLayerCache
 from swapkv_jax.cache.layer import LayerCache
 from swapkv_jax.cache.resident import ResidentCache
+from swapkv_jax.graph import Graph
 from swapkv_jax.models import Geometry, Model
 from swapkv_jax.models.weights import DTYPES, Weights
 from swapkv_jax.program import Program, compile_program
@@ -137,14 +138,30 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     """In place of `compile_program`: plans that only differ in what no graph depends on share their graphs,
     since compiling is nearly all the time that a tiny engine takes."""
     slots = {"physical_layers": plan.physical_layers and 2, "staging_slots": plan.staging_slots and 2}
-    tier = {"tier": "disk", "dram_rows": None} if plan.policy == "group" else {}
-    alike = msgspec.structs.replace(plan, io_threads=1, **slots, **tier)
+    group: dict[str, Any] = {}
+    if plan.selection is not None:
+        choice = msgspec.structs.replace(plan.selection, replacement="lru", attended="kept", refresh=())
+        if plan.group_tokens == 1:  # a token and the mean of one
+            choice = msgspec.structs.replace(choice, summary="group")
+        group = {"tier": "disk", "dram_rows": None, "selection": choice}
+    alike = msgspec.structs.replace(plan, io_threads=1, **slots, **group)
     return replace(_compiled(alike, geometry, sampling), plan=plan)
 
 
-@lru_cache(maxsize=24)
+@lru_cache(maxsize=32)
 def _compiled(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
-    return compile_program(plan, geometry, sampling)
+    def graph(name: str, function: Callable[..., Any], arguments: Any, donate: Sequence[int]) -> Graph:
+        if name not in _SHAPED:
+            return Graph(name, function, arguments, donate)
+        key = (name, geometry, sampling, str(arguments), tuple(donate))
+        return _graphs.get(key) or _graphs.setdefault(key, Graph(name, function, arguments, donate))
+
+    with patch("swapkv_jax.program.Graph", graph):
+        return compile_program(plan, geometry, sampling)
+
+
+_SHAPED = ("embed", "prefill", "take", "head", "assign")  # of a plan these depend on nothing but their shapes
+_graphs: dict[Any, Graph] = {}
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from engines import CONTEXT, GROUP, Decoded, assert_same, decode, prompts_of, resident_plan
+from engines import (
+    CONTEXT,
+    GROUP,
+    Decoded,
+    assert_same,
+    decode,
+    geometry,
+    prompts_of,
+    random_model,
+    resident_plan,
+)
+from msgspec.structs import replace
 
 from swapkv_jax import Engine, Plan, PlanError, TierError, make_plan
 from swapkv_jax.accounting import device_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache.group import GroupCache
+from swapkv_jax.cache.record_reader import RecordReader
+from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.calibration import calibrate, default_text
 from swapkv_jax.models import Model
 from swapkv_jax.selection import Selection
-from swapkv_jax.staging import host_view
-from swapkv_jax.tiers import SequenceFile
+from swapkv_jax.slots import Request
+from swapkv_jax.staging import fetch, host_view
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -55,17 +70,29 @@ def group_plan(model: Model, choice: Selection, *, batch: int = len(LENGTHS), **
     )
 
 
+def few(**fields: Any) -> Selection:
+    return selection(selected_groups=6, reuse_slots=8, **fields)
+
+
 def everything(group_tokens: int, **fields: Any) -> Selection:
     groups = CONTEXT // group_tokens
     return selection(**{"selected_groups": groups, "reuse_slots": groups, **fields})
 
 
+@pytest.mark.parametrize("summary", ["token", "group"])
 @pytest.mark.parametrize("lookahead", ["step", "layer"])
 @pytest.mark.parametrize("group_tokens", [1, 4, 8])
 def test_all_groups_selected_is_resident(
-    deep: Model, adapter: Adapter, reference: Decoded, tmp_path: Path, lookahead: str, group_tokens: int
+    deep: Model,
+    adapter: Adapter,
+    reference: Decoded,
+    tmp_path: Path,
+    lookahead: str,
+    group_tokens: int,
+    summary: str,
 ) -> None:
-    choice = everything(group_tokens, lookahead=lookahead)
+    """Once with a selection per step, then again, on the same graphs, with rarer ones and nothing else kept."""
+    choice = everything(group_tokens, lookahead=lookahead, summary=summary)
     with Engine(
         deep, group_plan(deep, choice, group_tokens=group_tokens), store_dir=tmp_path, adapter=adapter
     ) as engine:
@@ -75,6 +102,14 @@ def test_all_groups_selected_is_resident(
         assert all(step == first.addresses[0] for step in first.addresses)
         assert_same(decode(engine, prompts_of(*LENGTHS), NEW), first)  # and once more on the same engine
         assert (engine.use.overflow_loads > 0) == (group_tokens < 8)  # misses of the first step
+    rarer = replace(choice, attended="selected", refresh=(1, 2, 3, 2, 7, 1, 14))
+    with Engine(
+        deep, group_plan(deep, rarer, group_tokens=group_tokens), store_dir=tmp_path, adapter=adapter
+    ) as engine:
+        again = decode(engine, prompts_of(*LENGTHS), NEW)
+        assert_same(again, reference, TOLERANCE)
+        assert again.compiles == 0
+        assert all(step == again.addresses[0] for step in again.addresses)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +119,10 @@ def test_all_groups_selected_is_resident(
         everything(GROUP, reuse_slots=31),
         everything(GROUP, load_buckets=(1,)),
         everything(GROUP, rank=32),
+        everything(GROUP, summary_dtype="float32"),
+        everything(GROUP, summary_dtype="float16", summary="token"),
     ],
-    ids=["sum-fifo", "spare-slots", "single-loads", "full-rank"],
+    ids=["sum-fifo", "spare-slots", "single-loads", "full-rank", "float32-summary", "float16-summary"],
 )
 def test_other_choices_are_resident_too(
     deep: Model, adapter: Adapter, reference: Decoded, tmp_path: Path, choice: Selection
@@ -117,8 +154,8 @@ def test_unused_memory_takes_no_part(
             host_view(v)[...] = most
         for summary in cache._summary:
             host_view(summary)[...] = np.nan
-        for staging in cache._staging:
-            k, v = cache._tier.parts(staging.records)
+        for lane in cache._lanes:
+            k, v = cache._tier.parts(lane.staging.records)
             k[...], v[...] = np.nan, most
         for records in cache._tier.rolling:
             k, v = cache._tier.parts(records)
@@ -126,55 +163,166 @@ def test_unused_memory_takes_no_part(
         assert_same(decode(engine, prompts_of(*LENGTHS), NEW), reference, TOLERANCE)
 
 
-def test_it_attends_what_it_selected(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
-    """After each step the slots in use hold, bit for bit, the K and V of the selected groups."""
-    choice = selection(selected_groups=6, reuse_slots=7, load_buckets=(4,))
+def watch_landings(cache: GroupCache, seen: Callable[[int, Request | None], None]) -> None:
+    """Calls `seen(layer, request)` whenever a layer's slots are ready for its next segment; None: as they were."""
+    land = cache._land
+
+    def landed(layer: int, *arguments: Any) -> None:
+        arrival = cache._arrivals[layer]
+        land(layer, *arguments)
+        seen(layer, arrival.request if arrival else None)
+
+    cache._land = landed  # type: ignore[method-assign]
+
+
+def attended(cache: GroupCache, layer: int, row: int) -> list[int]:
+    """The groups in the slots that the layer's next segment attends."""
+    return cache._table._group_of[layer, row][cache._used[layer].host[row, :-1]].tolist()
+
+
+@pytest.mark.parametrize("what", ["selected", "kept"])
+@pytest.mark.parametrize("lookahead", ["step", "layer"])
+def test_it_attends_what_it_selected_or_kept(
+    deep: Model, adapter: Adapter, tmp_path: Path, what: str, lookahead: str
+) -> None:
+    """The slots in use hold, bit for bit, the K and V of the selected groups, and others only if they are kept."""
+    choice = few(attended=what, lookahead=lookahead)
     plan = group_plan(deep, choice)
     with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
         cache = engine._cache
         assert isinstance(cache, GroupCache)
-        land, seen = cache._land, []
+        compared, beyond = 0, 0
 
-        def checked(layer: int) -> None:
-            arrival = cache._arrivals[layer]
-            assert arrival is not None
-            request = arrival.request
-            land(layer)
+        def check(layer: int, request: Request | None) -> None:
+            nonlocal compared, beyond
+            assert request is not None, "a selection in every step"
             pool_k, pool_v = (host_view(pool) for pool in cache._pools[layer])
-            used = cache._used[layer].host[:, :-1]
             for row in range(plan.batch):
-                wanted = [g for g in request.wanted[row] if g >= 0]
-                assert used[row].sum() == len(set(wanted))
-                for group, slot in zip(request.wanted[row], request.slots[row], strict=True):
-                    if group < 0:
-                        continue
-                    assert used[row, slot]
-                    record = _stored(cache, layer, row, int(group))
-                    k, v = cache._tier.parts(record[None])
-                    mine = pool_k[row, :, slot].reshape(v.shape[1:])
-                    np.testing.assert_array_equal(mine, k[0].swapaxes(1, 2))
-                    np.testing.assert_array_equal(pool_v[row, :, slot].reshape(v.shape[1:]), v[0])
-                    seen.append(group)
+                groups, wanted = attended(cache, layer, row), {g for g in request.wanted[row] if g >= 0}
+                assert len(set(groups)) == len(groups)
+                assert set(groups) >= wanted
+                beyond += len(groups) - len(wanted)
+                for group in groups:
+                    slot = cache._table._slot_of[layer, row, group]
+                    tokens = slice(slot * GROUP, (slot + 1) * GROUP)
+                    k, v = cache._tier.parts(_stored(cache, layer, row, group)[None])
+                    np.testing.assert_array_equal(pool_k[row, :, :, tokens], k[0])
+                    np.testing.assert_array_equal(pool_v[row, :, tokens], v[0])
+                    compared += 1
 
-        cache._land = checked  # type: ignore[method-assign]
+        watch_landings(cache, check)
         decode(engine, prompts_of(*LENGTHS), NEW)
-        assert len(seen) > 500
+        assert compared > 500
+        assert (beyond > 0) == (what == "kept")
         assert 0 < engine.use.groups_read < engine.use.groups_selected
 
 
 def _stored(cache: GroupCache, layer: int, row: int, group: int) -> np.ndarray:
     """A group's record, from memory while it is being written, else from its file."""
-    pending = cache._writing.get((layer, row, group))
-    if pending is not None:
-        pending[1].result()
+    pending = cache._pending.find(layer, np.array([row]), np.array([group]))
+    if pending:
+        return pending[0]
     file = cache._tier.files[row]
     out = file.buffer(1)
     file.read(layer, group, 1, out)
     return out[0].copy()
 
 
-def test_memory_is_what_the_plan_says(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
-    choice = selection(selected_groups=6, reuse_slots=9)
+def test_without_spare_slots_kept_is_selected(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
+    decoded = []
+    for what in ("selected", "kept"):
+        choice = selection(selected_groups=6, reuse_slots=6, attended=what)
+        with Engine(deep, group_plan(deep, choice), store_dir=tmp_path, adapter=adapter) as engine:
+            decoded.append(decode(engine, prompts_of(*LENGTHS), NEW))
+    assert_same(decoded[1], decoded[0])
+
+
+@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("group_tokens", [1, 4])
+def test_rarer_selections(
+    deep: Model, adapter: Adapter, tmp_path: Path, lookahead: str, group_tokens: int
+) -> None:
+    """Layers take turns, every so many steps; meanwhile what is completed joins what was selected, in place of
+    what scored least."""
+    refresh = (1, 2, 3, 2, 5, 1, 4)
+    choice = few(lookahead=lookahead, refresh=refresh, attended="selected")
+    plan = group_plan(deep, choice, group_tokens=group_tokens)
+    with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
+        cache = engine._cache
+        assert isinstance(cache, GroupCache)
+        steps, chosen = 0, dict[int, list[list[int]]]()
+
+        def check(layer: int, request: Request | None) -> None:
+            nonlocal steps
+            complete = [(n + steps) // group_tokens for n in LENGTHS]
+            if (steps + layer) % refresh[layer] == 0 or steps == 0:
+                assert request is not None
+                chosen[layer] = [[int(g) for g in row if g >= 0] for row in request.wanted]
+                for groups, count in zip(chosen[layer], complete, strict=True):
+                    assert len(groups) == min(count, choice.selected_groups)
+            else:
+                for row, count in zip(chosen[layer], complete, strict=True):
+                    newest = max(row, default=-1)
+                    row[:] = [*range(count - 1, newest, -1), *row][: choice.selected_groups]
+            for row, groups in enumerate(chosen[layer]):
+                assert sorted(attended(cache, layer, row)) == sorted(groups), (steps, layer, row)
+            steps += layer == plan.layers - 1
+
+        watch_landings(cache, check)
+        decode(engine, prompts_of(*LENGTHS), NEW)
+        assert steps == NEW - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("summary", ["token", "group"])
+def test_the_summary_grows_with_what_is_decoded(
+    deep: Model, adapter: Adapter, tmp_path: Path, summary: str, dtype: str
+) -> None:
+    """After prefill and decode it is the resident cache's keys, or their groups' means, by the adapter, rounded."""
+    with Engine(deep, resident_plan(deep, len(LENGTHS))) as engine:
+        decode(engine, prompts_of(*LENGTHS), NEW)
+        cache = engine._cache
+        assert isinstance(cache, ResidentCache)
+        keys = [host_view(k).astype(np.float64) for k in cache._k]  # [B, Hkv, D, S]
+    choice = everything(GROUP, summary=summary, summary_dtype=dtype)
+    plan = group_plan(deep, choice)
+    with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
+        decode(engine, prompts_of(*LENGTHS), NEW)
+        cache = engine._cache
+        assert isinstance(cache, GroupCache)
+        written = [fetch(s).astype(np.float64) for s in cache._summary]
+    vectors = adapter.slice(choice.rank).vectors.astype(np.float64)
+    assert {s.shape for s in written} == {(len(LENGTHS), CONTEXT // plan.place_tokens, choice.rank)}
+    places = [(n + NEW - 1) // plan.place_tokens for n in LENGTHS]  # the last token's keys are not computed
+    for layer, k in enumerate(keys):
+        flat = k.reshape(len(LENGTHS), -1, CONTEXT // plan.place_tokens, plan.place_tokens).mean(axis=3)
+        exact = np.einsum("bcp,cr->bpr", flat, vectors[layer])
+        for row, count in enumerate(places):
+            mine, theirs = written[layer][row, :count], exact[row, :count]
+            rounding = float(ml_dtypes.finfo(dtype).eps) / 2
+            np.testing.assert_allclose(mine, theirs, rtol=rounding * 1.01, atol=2e-4)
+
+
+def test_a_model_of_one_layer(tmp_path: Path) -> None:
+    model = random_model(geometry(layers=1))
+    vectors = np.linalg.qr(np.random.default_rng(0).standard_normal((1, 32, 32)))[0].astype(np.float32)
+    adapter = Adapter(
+        vectors=vectors, spectrum=np.ones((1, 32)), fingerprint=model.fingerprint, text_digest="", tokens=1
+    )
+    with Engine(model, resident_plan(model, len(LENGTHS))) as engine:
+        expected = decode(engine, prompts_of(*LENGTHS), NEW)
+    with Engine(model, group_plan(model, everything(GROUP)), store_dir=tmp_path, adapter=adapter) as engine:
+        assert_same(decode(engine, prompts_of(*LENGTHS), NEW), expected, TOLERANCE)
+    with pytest.raises(PlanError, match="the model has 1 layer; use lookahead layer"):
+        group_plan(model, everything(GROUP, lookahead="step"))
+
+
+@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("summary", ["token", "group"])
+def test_memory_is_what_the_plan_says(
+    deep: Model, adapter: Adapter, tmp_path: Path, summary: str, lookahead: str
+) -> None:
+    choice = few(summary=summary, lookahead=lookahead)
     plan = group_plan(deep, choice)
     memory = plan.memory(deep.geometry)
     with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
@@ -193,13 +341,13 @@ def test_a_slow_disk_only_slows(
     plan = group_plan(deep, selection(selected_groups=6, reuse_slots=6))
     with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
         expected = decode(engine, prompts_of(*LENGTHS), NEW)
-        read, rng = SequenceFile.read, np.random.default_rng(0)
+        finish, rng = RecordReader.finish, np.random.default_rng(0)
 
-        def slow(self: SequenceFile, *arguments: Any) -> np.ndarray:
+        def slow(self: RecordReader) -> None:
             time.sleep(float(rng.uniform(0, 0.004)))
-            return read(self, *arguments)
+            finish(self)
 
-        monkeypatch.setattr(SequenceFile, "read", slow)
+        monkeypatch.setattr(RecordReader, "finish", slow)
         assert_same(decode(engine, prompts_of(*LENGTHS), NEW), expected)
         assert engine.use.wait_s > 0
 
@@ -239,6 +387,12 @@ def test_a_damaged_record_is_never_attended(deep: Model, adapter: Adapter, tmp_p
         ({"sink_groups": 20, "recent_groups": 5}, "use selected_groups of at least 25"),
         ({"load_buckets": ()}, "load_buckets"),
         ({"load_buckets": (8, 4)}, "load_buckets"),
+        ({"refresh": (2,) * 6}, "6 numbers for 7 layers; give one per layer"),
+        ({"refresh": (1, 1, 1, 0, 1, 1, 1)}, r"at least 1 for every layer, not \[1, 1, 1, 0"),
+        (
+            {"refresh": (1, 2, 3, 1, 2, 3, 1), "selected_groups": 3},
+            "refresh of 3 steps needs selected_groups of at least 4, not 3",
+        ),
     ],
 )
 def test_selections_that_cannot_work(deep: Model, fields: dict[str, Any], message: str) -> None:

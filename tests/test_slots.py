@@ -73,6 +73,9 @@ class RowModel:
         groups = {group for group in wanted if group >= 0}
         return [slot.group in groups and slot.reader is None for slot in self.slots]
 
+    def kept(self) -> list[bool]:
+        return [slot.group is not None and slot.reader is None for slot in self.slots]
+
 
 class SlotTableMachine(RuleBasedStateMachine):
     """Requests of any shape, ended in any order, between clears of any rows."""
@@ -165,6 +168,11 @@ class SlotTableMachine(RuleBasedStateMachine):
                 for r in rows
             ]
             assert self.seen(layer) == [[h.get(g, -1) for g in range(-1, self.table.groups)] for h in held]
+
+    @invariant()
+    def kept_masks_agree(self):
+        for layer, rows in enumerate(self.model):
+            assert self.table.kept_mask(layer).tolist() == [row.kept() for row in rows]
 
     @invariant()
     def masks_agree(self):

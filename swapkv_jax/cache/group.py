@@ -160,7 +160,8 @@ class GroupCache(OffloadCache):
             self._wanted[layer] = fetch(self._ids[layer])
         elif (newest >= 0).any():
             rows = np.flatnonzero(newest >= 0)
-            self._wanted[layer][rows, -1] = newest[rows]  # in place of the one that scored least
+            # First, as what is completed next must not replace it; the last, which scored least, gives way.
+            self._wanted[layer][rows] = np.column_stack([newest[rows], self._wanted[layer][rows, :-1]])
         else:
             return
         self._asked[layer] = False
