@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swapkv_jax import Plan, PlanError, make_plan
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Tier, staging_shape
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Selection, Summary
 from swapkv_jax.tiers import planned_file_bytes
 
 PAGE = 4096
@@ -23,14 +23,23 @@ GEOMETRY = geometry()
 RESIDENT = Plan(policy="resident", layers=7, kv_heads=2, head_dim=16, batch=2, max_context=200)
 DRAM = msgspec.structs.replace(RESIDENT, policy="layer", tier="dram", transport="alias", physical_layers=2)
 DISK = msgspec.structs.replace(DRAM, tier="disk", staging_groups=3, staging_slots=2)
+CHOICE = Selection(selected_groups=12, reuse_slots=12, rank=8)
 GROUP = msgspec.structs.replace(
     RESIDENT,
     policy="group",
     tier="disk",
     transport="alias",
     group_tokens=4,
-    selection=Selection(selected_groups=12, reuse_slots=12, rank=8),
+    staging_slots=2,
+    selection=CHOICE,
 )
+
+
+def selecting(**fields: Any) -> dict[str, Any]:
+    """A change of `GROUP`'s selection."""
+    return {"selection": msgspec.structs.replace(CHOICE, **fields)}
+
+
 GROUP_DRAM = msgspec.structs.replace(GROUP, tier="dram", dram_rows=2)
 
 
@@ -74,10 +83,59 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
     return plan, g
 
 
+@st.composite
+def group_plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
+    """Any valid plan of policy `group`."""
+    kv_heads = draw(st.integers(1, 9))
+    g = geometry(
+        layers=draw(st.integers(2, 90)),
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 80)),
+        max_positions=200_000,
+    )
+    sink, recent = draw(st.integers(0, 3)), draw(st.integers(1, 9))
+    selected = draw(st.integers(sink + recent + 1, 300))
+    refresh = st.just(()) | st.lists(st.integers(1, 9), min_size=g.layers, max_size=g.layers).map(tuple)
+    buckets = draw(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True))
+    choice = Selection(
+        selected_groups=selected,
+        reuse_slots=draw(st.integers(selected, 600)),
+        rank=draw(st.integers(1, kv_heads * g.head_dim)),
+        sink_groups=sink,
+        recent_groups=recent,
+        summary=draw(st.sampled_from(["token", "group"])),
+        summary_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        lookahead=draw(st.sampled_from(["step", "layer"])),
+        attended=draw(st.sampled_from(["selected", "kept"])),
+        refresh=draw(refresh),
+        load_buckets=tuple(sorted(buckets)),
+    )
+    batch = draw(st.integers(1, 16))
+    rows = draw(st.none() | st.integers(1, batch))
+    plan = Plan(
+        policy="group",
+        layers=g.layers,
+        kv_heads=g.kv_heads,
+        head_dim=g.head_dim,
+        batch=batch,
+        max_context=draw(st.integers(1, 200_000)),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        group_tokens=draw(st.integers(1, 64)),
+        tier="dram" if rows else "disk",
+        transport=draw(st.sampled_from(["alias", "copy"])),
+        staging_slots=draw(st.integers(2, 16)),
+        record_alignment=draw(st.sampled_from([512, 4096])),
+        selection=choice,
+        dram_rows=rows,
+    )
+    return plan, g
+
+
 # --- JSON and hash ---
 
 
-@given(plans(), plans())
+@given(plans() | group_plans(), plans() | group_plans())
 def test_json_round_trip(one: tuple[Plan, Geometry], other: tuple[Plan, Geometry]) -> None:
     plan, again = one[0], Plan.from_json(one[0].to_json())
     assert again == plan
@@ -111,6 +169,11 @@ def test_hash_is_stable() -> None:
         ({"tier": "tape"}, "Invalid enum value 'tape' - at `\\$.tier`"),
         ({"version": 2}, "Invalid enum value 2 - at `\\$.version`"),
         ({"prefill_chunks": [64, "x"]}, "Expected `int`, got `str` - at `\\$.prefill_chunks\\[(1|...)\\]`"),
+        ({"selection": {"summary": "head"}}, "Invalid enum value 'head' - at `\\$.selection.summary`"),
+        ({"selection": {"summary_dtype": "int8"}}, "value 'int8' - at `\\$.selection.summary_dtype`"),
+        ({"selection": {"attended": "all"}}, "Invalid enum value 'all' - at `\\$.selection.attended`"),
+        ({"selection": {"refresh": 2}}, "Expected `array`, got `int` - at `\\$.selection.refresh`"),
+        ({"selection": {"ranks": [8]}}, "unknown field `ranks` - at `\\$.selection`"),
     ],
 )
 def test_json_that_is_no_plan(change: dict[str, Any], words: str) -> None:
@@ -178,6 +241,21 @@ BAD: list[tuple[Plan, dict[str, Any], str, str]] = [
     (GROUP, {"tier": "dram"}, "dram_rows of 1 to the batch of 2, not None", "use tier disk for none"),
     (GROUP_DRAM, {"dram_rows": 0}, "dram_rows of 1 to the batch of 2, not 0", "use tier disk for none"),
     (GROUP_DRAM, {"dram_rows": 3}, "dram_rows of 1 to the batch of 2, not 3", "1 to the batch"),
+    (GROUP, {"staging_slots": None}, "needs staging_slots of at least 2", "not None; use 2, or more"),
+    (GROUP, {"staging_slots": 1}, "needs staging_slots of at least 2", "not 1; use 2, or more"),
+    (GROUP, {"physical_layers": 2}, "physical_layers means nothing under policy group", "leave it out"),
+    (GROUP, {"staging_groups": 1}, "staging_groups means nothing under policy group", "leave it out"),
+    (GROUP, {"layers_per_segment": 7}, "layers_per_segment must be 1, not 7", "must be 1"),
+    (GROUP, {"selection": None}, "policy group needs a selection", "selected_groups, reuse_slots, rank"),
+    (GROUP, selecting(refresh=(1, 2)), "refresh has 2 numbers for 7 layers", "give one per layer"),
+    (GROUP, selecting(refresh=(1,) * 8), "refresh has 8 numbers for 7 layers", "or leave it out"),
+    (GROUP, selecting(refresh=(1,) * 6 + (0,)), "refresh must be steps of at least 1", "leave it out"),
+    (
+        GROUP,
+        selecting(refresh=(4,) * 7, selected_groups=9),
+        "refresh of 4 steps needs selected_groups",
+        "at least 10, not 9",
+    ),
     (GROUP_DRAM, {"tier": None}, "policy group needs a tier", "disk, or dram for a pool"),
     (GROUP_DRAM, {"transport": None}, "a transport", "alias or copy"),
 ]
@@ -202,6 +280,9 @@ def test_a_model_of_one_layer() -> None:
     msgspec.structs.replace(RESIDENT, layers=1).validate(one)
     with pytest.raises(PlanError, match="at least 2 layers, not 1; use policy resident"):
         msgspec.structs.replace(DRAM, layers=1).validate(one)
+    msgspec.structs.replace(GROUP, layers=1).validate(one)
+    with pytest.raises(PlanError, match="the model has 1 layer; use lookahead layer"):
+        msgspec.structs.replace(GROUP, layers=1, **selecting(lookahead="step")).validate(one)
 
 
 # --- sizes ---
@@ -268,6 +349,36 @@ def test_buffers_add_up(case: tuple[Plan, Geometry]) -> None:
         assert memory.disk >= plan.batch * g.layers * plan.groups * plan.stride_bytes
 
 
+@given(group_plans())
+def test_buffers_of_group_add_up(case: tuple[Plan, Geometry]) -> None:
+    plan, g = case
+    s = plan.selection
+    assert s is not None
+    assert plan.capacity % plan.group_tokens == 0
+    assert 0 <= plan.capacity - plan.max_context < plan.group_tokens
+    buffers, memory = plan.buffers(g), plan.memory(g)
+    assert len({buffer.name for buffer in buffers}) == len(buffers)
+    size, width = g.kv_heads * g.head_dim, {"float32": 4, "bfloat16": 2, "float16": 2}[s.summary_dtype]
+    row = (
+        2 * (s.reuse_slots + 2) * plan.group_tokens * size * plan.itemsize
+    )  # a spare slot, the newest tokens
+    places = plan.capacity if s.summary == "token" else plan.groups
+    row += places * s.rank * width + (s.reuse_slots + 1) + 4 * s.selected_groups
+    weights = (
+        size * s.rank * 4 + g.hidden * g.heads * g.head_dim * width
+    )  # of the selection: adapter, queries
+    state = plan.batch * (g.hidden * plan.itemsize + 4 * 4 + g.vocab * 4 + 4 * s.selected_groups)
+    assert memory.device == g.layers * (plan.batch * row + weights) + state
+    assert memory.aliased == 0
+    assert memory.prefill == 2 * 2 * plan.capacity * size * plan.itemsize  # two layers of one row
+    records = (plan.staging_slots or 0) * s.load_buckets[-1] + g.layers * plan.batch
+    pool = (plan.dram_rows or 0) * plan.dram_row_bytes
+    assert memory.dram == records * plan.stride_bytes + pool
+    assert pool >= (plan.dram_rows or 0) * g.layers * plan.groups * plan.payload_bytes
+    file = planned_file_bytes(g.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
+    assert memory.disk == plan.batch * file
+
+
 def test_rows_in_dram_are_the_only_difference() -> None:
     """The pool of policy `group` changes no other buffer: the graphs are the same."""
     pool = set(GROUP_DRAM.buffers(GEOMETRY)) - set(GROUP.buffers(GEOMETRY))
@@ -299,6 +410,29 @@ def test_the_papers_sums() -> None:
     assert plan.full_kv_bytes == 30_000 * 163_840 * 2
     whole, two = plan.memory(llama70).dram, plan.memory(llama70).aliased
     assert whole == 40 * two
+
+
+def test_kvswaps_sums() -> None:
+    """KVSwap's memory per sequence at 32K, Llama-3-8B in float16, of MiB: summary 256 (σ 8) or 64 (σ 32), reuse 50,
+    rolling 0.5; a summary of groups of 4 is a quarter of one of tokens."""
+    llama8 = geometry(layers=32, heads=32, kv_heads=8, head_dim=128, max_positions=32768)
+    sizes: dict[tuple[int, Summary], float] = {}
+    kinds_of: tuple[tuple[int, Summary], ...] = ((8, "token"), (32, "token"), (8, "group"))
+    for sigma, summary in kinds_of:
+        choice = Selection(
+            selected_groups=100, reuse_slots=100, rank=1024 // sigma, summary=summary, summary_dtype="float16"
+        )
+        plan = make_plan(
+            llama8, cache="group", max_context=32768, dtype="float16", group_tokens=4, selection=choice
+        )
+        kinds: dict[str, int] = {}
+        for buffer in plan.buffers(llama8):
+            kind = buffer.name.split(".")[0]
+            kinds[kind] = kinds.get(kind, 0) + buffer.bytes * (buffer.tier == "device")
+        sizes[sigma, summary] = kinds["summary"] / (1 << 20)
+        assert kinds["pool"] / 101 * 100 == 50 << 20
+        assert kinds["rolling"] == 1 << 19
+    assert sizes == {(8, "token"): 256, (32, "token"): 64, (8, "group"): 64}
 
 
 @pytest.mark.parametrize(

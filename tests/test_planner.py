@@ -11,9 +11,10 @@ import pytest
 from engines import geometry, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from swapkv_jax import Budgets, PlanError, UsageError, make_plan
-from swapkv_jax.planner import parse_size, weight_bytes
+from swapkv_jax.planner import SELECTION, parse_size, weight_bytes
 
 GEOMETRY = geometry()
 
@@ -256,6 +257,42 @@ def test_group_keeps_rows_in_dram_when_told_to(platform: str) -> None:
     assert choice(tier="dram", budgets=Budgets(dram=fixed + 3 * row)) == ("dram", 3)
     with pytest.raises(PlanError, match=r"3 of 3 row\(s\) in DRAM too.* of --dram-memory, 1 bytes over"):
         choice(tier="dram", budgets=Budgets(dram=fixed + 3 * row - 1))
+
+
+@given(
+    context=st.integers(1, 256),
+    group_tokens=st.none() | st.integers(1, 64),
+    size=st.tuples(st.integers(1, 6), st.integers(1, 64)),
+    batch=st.integers(1, 64),
+)
+def test_group_defaults_fit_any_model_and_context(
+    context: int, group_tokens: int | None, size: tuple[int, int], batch: int
+) -> None:
+    """No more groups and no higher rank than there are, but for the pinned groups, which have their room; one load
+    carries a quarter of what the rows select."""
+    kv_heads, half = size
+    g = geometry(kv_heads=kv_heads, heads=kv_heads, head_dim=2 * half)
+    plan = make_plan(g, cache="group", max_context=context, group_tokens=group_tokens, batch=batch)
+    s = plan.selection
+    assert s is not None
+    pinned = SELECTION.sink_groups + SELECTION.recent_groups
+    assert plan.group_tokens == (group_tokens or 4)
+    assert s.selected_groups == max(pinned, min(SELECTION.selected_groups, plan.groups))
+    assert s.reuse_slots == max(pinned, min(SELECTION.reuse_slots, plan.groups))
+    assert s.rank == min(SELECTION.rank, 2 * half * kv_heads)
+    assert s.load_buckets[0] == 8
+    assert s.load_buckets[-1] == min(512, max(8, -(-batch * s.selected_groups // 4)))
+    derived = ("selected_groups", "reuse_slots", "rank", "load_buckets")
+    assert s == replace(SELECTION, **{name: getattr(s, name) for name in derived})
+
+
+def test_group_reads_as_far_ahead_as_its_lookahead() -> None:
+    for lookahead, slots in (("layer", 2), ("step", 8)):
+        choice = replace(SELECTION, rank=8, lookahead=lookahead)
+        assert make_plan(GEOMETRY, cache="group", selection=choice).staging_slots == slots
+    assert make_plan(GEOMETRY, cache="group", staging_slots=3).staging_slots == 3
+    with pytest.raises(PlanError, match="staging_slots of at least 2"):
+        make_plan(GEOMETRY, cache="group", staging_slots=1)
 
 
 room = st.floats(-0.1, 9)  # in rows, beyond what the policy needs with none of them in DRAM
