@@ -46,7 +46,8 @@ class KernelReads:
         """Raises OSError where the system has no such calls, forbids them, or has no room for `size` more."""
         numbers = _NUMBERS.get(platform.machine()) if platform.system() == "Linux" else None
         if numbers is None:
-            raise OSError(errno.ENOSYS, f"no asynchronous reads known on {platform.machine()}")
+            what = f"no asynchronous reads known on {platform.system()} {platform.machine()}"
+            raise OSError(errno.ENOSYS, what)
         self._setup, self._destroy, self._submit, self._getevents = numbers
         self._call = _syscall()
         self._context = ctypes.c_ulong(0)
@@ -57,7 +58,13 @@ class KernelReads:
         self._events = np.zeros(size, _EVENT)
         self._asked = self._flying = 0
         self._refusal = 0
-        _checked(self._call(self._setup, ctypes.c_long(size), ctypes.byref(self._context)))
+        # A signal's handler may raise between a call and the line that counts what it did.
+        self._certain = True
+        self._open()
+
+    def _open(self) -> None:
+        size = ctypes.c_long(len(self._iocbs))
+        _checked(self._call(self._setup, size, ctypes.byref(self._context)))
 
     def submit(
         self, descriptors: np.ndarray, addresses: np.ndarray, nbytes: np.ndarray, offsets: np.ndarray
@@ -68,18 +75,20 @@ class KernelReads:
         iocbs = self._iocbs[:n]
         iocbs["descriptor"], iocbs["buffer"] = descriptors, addresses
         iocbs["nbytes"], iocbs["offset"] = nbytes, offsets
-        self._asked, self._refusal = n, 0
+        self._asked, self._refusal, self._certain = n, 0, False
         while self._flying < n:
             start = ctypes.c_void_p(self._pointers.ctypes.data + 8 * self._flying)
             taken = self._call(self._submit, self._context, ctypes.c_long(n - self._flying), start)
             if taken <= 0:
                 self._refusal = ctypes.get_errno() or errno.EAGAIN
-                return
+                break
             self._flying += taken
+        self._certain = True
 
     def collect(self) -> np.ndarray:
         """Waits for the batch. Per read [n] int64: the bytes it moved, or a negative errno."""
         results = np.full(self._asked, -self._refusal, np.int64)
+        self._certain = False
         while self._flying:
             events = ctypes.c_void_p(self._events.ctypes.data)
             count = ctypes.c_long(self._flying)
@@ -91,14 +100,27 @@ class KernelReads:
             done = self._events[:came]
             results[done["data"].astype(np.int64)] = done["result"]
             self._flying -= came
-        self._asked = 0
+        self._asked, self._certain = 0, True
         return results
+
+    def cancel(self) -> None:
+        """Waits for what is in flight and forgets it, also where an exception came out of `submit` or `collect`.
+
+        Raises OSError: there was no room to begin anew. Nothing is in flight then, and nothing can be submitted.
+        """
+        if self._certain:
+            self.collect()
+        else:
+            self.close()
+            self._open()
 
     def close(self) -> None:
         """Waits for what is in flight and frees the kernel's part; harmless when repeated."""
         if self._context.value:
             self._call(self._destroy, self._context)
             self._context = ctypes.c_ulong(0)
+        self._asked = self._flying = 0
+        self._certain = True
 
 
 def _syscall() -> Callable[..., int]:

@@ -27,9 +27,13 @@ class _Batch(NamedTuple):
     starts: np.ndarray  # [m] first record of each read
     counts: np.ndarray  # [m] records of each read
 
-    def place(self, record: int, count: int = 1) -> np.ndarray:
+    def file(self, index: int) -> SequenceFile:
+        """Where a record is read from."""
+        return self.files[int(self.rows[index])]
+
+    def place(self, index: int, count: int = 1) -> np.ndarray:
         """The part of `out` for `count` records of one read."""
-        first = self.places[record]
+        first = int(self.places[index])
         return self.out[first : first + count]
 
 
@@ -48,9 +52,13 @@ class ScatteredReader:
         try:
             self._kernel = syscalls.kernel_reads(size)
         except OSError as error:
-            self.note = f"no asynchronous reads here ({error.strerror}): threads read groups, more slowly"
+            self._do_without(error)
         self._batch: _Batch | None = None
         self._job: Future[None] | None = None
+
+    def _do_without(self, error: OSError) -> None:
+        self._kernel = None
+        self.note = f"no asynchronous reads here ({error.strerror}): threads read groups, more slowly"
 
     def start(
         self,
@@ -75,7 +83,7 @@ class ScatteredReader:
         offsets = np.empty(n, np.int64)
         edges = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), n]
         for begin, end in itertools.pairwise(edges):
-            offsets[begin:end] = files[rows[begin]].offsets(layer, groups[begin:end])
+            offsets[begin:end] = files[int(rows[begin])].offsets(layer, groups[begin:end])
         breaks = (np.diff(rows) != 0) | (np.diff(offsets) != stride) | (np.diff(places) != 1)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         counts = np.diff(starts, append=n)
@@ -99,8 +107,11 @@ class ScatteredReader:
         if batch is None:
             return
         if self._job is not None:
-            job, self._job = self._job, None
-            job.result()
+            try:
+                self._job.result()
+            finally:
+                if self._job.done():  # else the wait was interrupted, and is up to `cancel`
+                    self._job = None
             return
         assert self._kernel is not None
         whole = self._kernel.collect() == batch.counts * batch.out.shape[1]
@@ -120,10 +131,14 @@ class ScatteredReader:
         """Waits until nothing writes into `out` any more; what arrived is forgotten."""
         self._batch = None
         if self._job is not None:
-            job, self._job = self._job, None
-            job.exception()
-        elif self._kernel is not None:
-            self._kernel.collect()
+            self._job.exception()
+            self._job = None
+        if self._kernel is not None:
+            try:
+                self._kernel.cancel()
+            except OSError as error:
+                self._kernel.close()
+                self._do_without(error)
 
     def close(self) -> None:
         """As `cancel`, and frees what the kernel holds; harmless when repeated."""
@@ -133,11 +148,9 @@ class ScatteredReader:
 
     @staticmethod
     def _reread(batch: _Batch, index: int) -> None:
-        file = batch.files[batch.rows[index]]
-        file.reread(batch.layer, int(batch.groups[index]), batch.place(index))
+        batch.file(index).reread(batch.layer, int(batch.groups[index]), batch.place(index))
 
     @staticmethod
     def _read_plainly(batch: _Batch) -> None:
         for index, count in zip(batch.starts.tolist(), batch.counts.tolist(), strict=True):
-            file = batch.files[batch.rows[index]]
-            file.read(batch.layer, int(batch.groups[index]), count, batch.place(index, count))
+            batch.file(index).read(batch.layer, int(batch.groups[index]), count, batch.place(index, count))
