@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -14,6 +15,7 @@ import numpy as np
 
 from swapkv_jax.engine import Step
 from swapkv_jax.tiers import Syscalls
+from swapkv_jax.tiers.kernel_reads import KernelReads
 
 SECTOR = 512
 
@@ -23,10 +25,23 @@ Behaviour = Callable[[Transfer, int, np.ndarray, int], int]
 
 
 class Disk(Syscalls):
-    """Every transfer of records goes the way of `reading` or `writing`, where set."""
+    """Every transfer of records goes the way of `reading` or `writing`, where set, also those that the kernel does
+    asynchronously. With `threads` it does none: threads read then.
+
+    `arrived` counts the reads that asynchronous batches brought whole.
+    """
 
     reading: Behaviour | None = None
     writing: Behaviour | None = None
+    arrived = 0
+
+    def __init__(self, *, threads: bool = False) -> None:
+        self.threads = threads
+
+    def kernel_reads(self, size: int) -> KernelReads:
+        if self.threads:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return FaultyReads(size, self)
 
     def read_at(self, descriptor: int, buffer: np.ndarray, offset: int) -> int:
         if self.reading is None:
@@ -37,6 +52,52 @@ class Disk(Syscalls):
         if self.writing is None:
             return super().write_at(descriptor, buffer, offset)
         return self.writing(super().write_at, descriptor, buffer, offset)
+
+
+class FaultyReads(KernelReads):
+    """Asynchronous reads of a `Disk`. They have happened by the time that its `reading` takes part."""
+
+    def __init__(self, size: int, disk: Disk) -> None:
+        super().__init__(size)
+        self._disk = disk
+        self._reads: list[tuple[int, int, int, int]] = []  # descriptor, address, bytes, offset
+
+    def submit(
+        self, descriptors: np.ndarray, addresses: np.ndarray, nbytes: np.ndarray, offsets: np.ndarray
+    ) -> None:
+        columns = (column.tolist() for column in (descriptors, addresses, nbytes, offsets))
+        self._reads = list(zip(*columns, strict=True))
+        super().submit(descriptors, addresses, nbytes, offsets)
+
+    def collect(self) -> np.ndarray:
+        results = super().collect()
+        reads, self._reads = self._reads, []
+        behaviour = self._disk.reading
+        if behaviour is not None:
+            for i, (descriptor, address, size, offset) in enumerate(reads):
+                results[i] = _misread(behaviour, int(results[i]), descriptor, _memory(address, size), offset)
+        self._disk.arrived += sum(result == read[2] for result, read in zip(results, reads, strict=True))
+        return results
+
+
+def _misread(behaviour: Behaviour, result: int, descriptor: int, buffer: np.ndarray, offset: int) -> int:
+    """What a read that ended with `result` ends with instead. What it does not claim to have moved is spoilt."""
+
+    def transfer(descriptor: int, part: np.ndarray, offset: int) -> int:
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
+        return min(result, part.size)
+
+    try:
+        moved = behaviour(transfer, descriptor, buffer, offset)
+    except OSError as error:
+        moved = -(error.errno or errno.EIO)
+    buffer[max(moved, 0) :] = 0xFF
+    return moved
+
+
+def _memory(address: int, nbytes: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 class Once:

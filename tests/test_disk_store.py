@@ -143,6 +143,35 @@ def test_extents_grow_in_long_runs_and_never_past_the_maximum(store):
         file.reserve(1201)
 
 
+def test_offsets_are_where_runs_are(store):
+    """Of a file with one extent and of one with several, in any order."""
+    file = create(store, max_groups=2000)
+    for groups in (GROUPS, GROUPS + 1, 1500):
+        file.reserve(groups)
+        wanted = np.random.default_rng(groups).permutation(file.groups)[:200].astype(np.int32)
+        for layer in range(LAYERS):
+            expected = [file.runs(layer, group, 1)[0].file_offset for group in wanted.tolist()]
+            offsets = file.offsets(layer, wanted)
+            assert offsets.dtype == np.int64
+            assert offsets.tolist() == expected
+    assert len(file.header.extents) > 2
+    assert file.offsets(0, np.array([], np.int32)).tolist() == []
+    for group in (-1, file.groups):
+        with pytest.raises(TierError, match=r"s\.kv holds groups 0 to .*; prefill sequence 's' again"):
+            file.offsets(0, np.array([1, group], np.int32))
+
+
+def test_a_record_read_once_more_is_raised_if_it_is_damaged_still(store):
+    file = fill(create(store))
+    out, before = file.buffer(1), store.counts
+    file.reread(1, 4, out)
+    assert np.array_equal(out[:, :PAYLOAD], content(1, 4, 1))
+    assert store.counts.retries - before.retries == 1
+    poke(file.path, file.runs(1, 4, 1)[0].file_offset + 17)
+    with pytest.raises(TierError, match=r"layer 1, group 4 in .*s\.kv is damaged .*delete the file"):
+        file.reread(1, 4, out)
+
+
 def test_a_partly_filled_last_group_says_so(store):
     file = create(store)
     file.write(0, 0, file.buffer(3), last_valid=1)

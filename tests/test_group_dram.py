@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import pytest
 from engines import CONTEXT, GROUP, Decoded, assert_same, decode, geometry, prompts_of, resident_plan
+from faulty_disk import Disk
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_group import LENGTHS, NEW, TOLERANCE, everything, group_plan, selection
@@ -20,6 +27,7 @@ from swapkv_jax import Engine, Plan, TierError, make_plan
 from swapkv_jax.accounting import device_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache.group import GroupCache
+from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.models import Model
 from swapkv_jax.report import build_report, describe_plan, summarise
@@ -33,15 +41,24 @@ FEW = selection(selected_groups=6, reuse_slots=6, lookahead="layer")
 NAMES = ["a", "b", "c"]
 
 
-@pytest.fixture(scope="module")
-def adapter(deep: Model) -> Adapter:
-    """Random directions: which groups they select matters to no test here."""
-    g = deep.geometry
+def random_adapter(model: Model) -> Adapter:
+    """Random directions, for tests to which it does not matter which groups they select."""
+    g = model.geometry
     size = g.kv_heads * g.head_dim
     matrices = np.random.default_rng(0).standard_normal((g.layers, size, size))
-    vectors = np.linalg.qr(matrices)[0].astype(np.float32)
-    spectrum = np.ones((g.layers, size))
-    return Adapter(vectors, spectrum, fingerprint=deep.fingerprint, text_digest="none", tokens=1)
+    return Adapter(
+        np.linalg.qr(matrices)[0].astype(np.float32),
+        np.ones((g.layers, size)),
+        fingerprint=model.fingerprint,
+        text_digest="none",
+        tokens=1,
+        place_tokens=GROUP,
+    )
+
+
+@pytest.fixture(scope="module")
+def adapter(deep: Model) -> Adapter:
+    return random_adapter(deep)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +162,9 @@ def test_memory_that_cannot_be_locked_only_warns(
     deep: Model, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = SimpleNamespace(mlock=lambda *_: -1)
-    monkeypatch.setattr(dram_pool.ctypes, "CDLL", lambda *_, **__: refuse)
+    monkeypatch.setattr(
+        dram_pool, "ctypes", SimpleNamespace(**{**vars(ctypes), "CDLL": lambda *_, **__: refuse})
+    )
     plan = dram_plan(deep, FEW, 1)
     with pytest.warns(RuntimeWarning, match="the pool stays pageable"):
         engine = Engine(deep, plan, store_dir=tmp_path, adapter=adapter)
@@ -183,64 +202,177 @@ def records(tier: RecordTier, rng: np.random.Generator, count: int) -> np.ndarra
     return out
 
 
+class Held(Executor):
+    """Jobs wait until they are released."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Future[Any], partial[Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.jobs.append((Future(), partial(fn, *args, **kwargs)))
+        return self.jobs[-1][0]
+
+    def release(self, index: int = 0) -> None:
+        """Does one of the jobs that wait."""
+        future, work = self.jobs.pop(index)
+        try:
+            future.set_result(work())
+        except TierError as error:
+            future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A reader of one tier, and writes that end when a test says so."""
+
+    reader: RecordReader
+    pending: PendingWrites
+    writes: Held
+
+
+@contextmanager
+def reading(tier: RecordTier) -> Iterator[Reading]:
+    writes, size = Held(), tier._plan.batch * tier._plan.groups
+    pending = PendingWrites(tier, writes)
+    with ThreadPoolExecutor(1) as pool:
+        reader = RecordReader(tier, pending, size, pool)
+        yield Reading(reader, pending, writes)
+        while writes.jobs:
+            writes.release()
+        reader.close()
+
+
+def write_later(
+    reading: Reading, tier: RecordTier, layer: int, row: int, group: int, record: np.ndarray
+) -> None:
+    """As a step does with the group that it completes."""
+    k, v = tier.parts(record)
+    reading.pending.write(layer, row, group, k[0], v[0])
+
+
 @settings(
     max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # shrinks for minutes
 @given(data=st.data())
 def test_what_is_read_is_what_was_written(data: st.DataObject) -> None:
-    """Rows in DRAM or not, groups in any combination over the rows, several generations on one pool."""
+    """Rows in DRAM or not, groups in any combination over the rows, several generations on one pool; some groups'
+    writes are still held back, others have ended in any order."""
     plan = tier_plan(
         dram_rows=data.draw(st.integers(1, 3)),
         group_tokens=data.draw(st.integers(1, 8)),
         max_context=data.draw(st.integers(16, 64)),
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    payload = plan.payload_bytes
+    payload, pooled_rows = plan.payload_bytes, plan.dram_rows or 0
     with TemporaryDirectory() as directory:
-        tier = RecordTier(plan, DiskStore(Path(directory), limit_bytes=None, fingerprint="0" * 32))
+        syscalls = Disk(threads=data.draw(st.booleans()))
+        store = DiskStore(Path(directory), limit_bytes=None, fingerprint="0" * 32, syscalls=syscalls)
+        tier = RecordTier(plan, store)
         for generation in range(2):
             limits = data.draw(st.lists(st.integers(1, plan.max_context), min_size=3, max_size=3))
             tier.open([f"{name}{generation}" for name in NAMES], limits)
-            stored, places = {}, []
-            for row, limit in enumerate(limits):
-                groups = limit // plan.group_tokens
-                places += [(row, group) for group in range(groups)]
+            places = [
+                (row, group)
+                for row, limit in enumerate(limits)
+                for group in range(limit // plan.group_tokens)
+            ]
+            # Each row's last groups are decode's, written one by one; the others are prefill's.
+            decoded = {place for place in places if limits[place[0]] // plan.group_tokens - place[1] <= 2}
+            with reading(tier) as r:
+                stored = {
+                    (layer, *place): records(tier, rng, 1) for layer in range(plan.layers) for place in places
+                }
+                for (layer, row, group), record in stored.items():
+                    if (row, group) in decoded:
+                        write_later(r, tier, layer, row, group, record)
+                    else:
+                        tier.write(layer, row, group, record)
+                for _ in range(data.draw(st.integers(0, len(r.writes.jobs)))):
+                    r.writes.release(data.draw(st.integers(0, len(r.writes.jobs) - 1)))
+                held = {job.args[:3] for _, job in r.writes.jobs}
+                wanted = sorted(data.draw(st.sets(st.sampled_from(places)))) if places else []
+                rows, groups = np.array(wanted, np.int32).reshape(-1, 2).T
                 for layer in range(plan.layers):
-                    start = 0
-                    while start < groups:
-                        written = records(tier, rng, data.draw(st.integers(1, groups - start)))
-                        for i, record in enumerate(written):
-                            stored[layer, row, start + i] = record[:payload].copy()
-                        tier.write(layer, row, start, written)
-                        start += len(written)
-            wanted = data.draw(st.lists(st.sampled_from(places), unique=True)) if places else []
-            rows, groups = np.array(sorted(wanted), np.int32).reshape(-1, 2).T
-            for layer in range(plan.layers):
-                out = records(tier, rng, len(wanted))
-                before = tier.use
-                assert tier.start_read(layer, rows, groups, out).result() is None
-                for i, (row, group) in enumerate(sorted(wanted)):
-                    np.testing.assert_array_equal(out[i, :payload], stored[layer, row, group])
-                pooled = int(np.count_nonzero(rows < (plan.dram_rows or 0)))
-                assert tier.use.groups_from_dram - before.groups_from_dram == pooled
-                assert tier.use.bytes_from_dram - before.bytes_from_dram == pooled * payload
-                assert (tier.use.reads > before.reads) == (pooled < len(wanted))
-            assert tier.use.dram_used == tier.rolling.nbytes + (plan.dram_rows or 0) * plan.dram_row_bytes
+                    out = records(tier, rng, len(wanted))
+                    before = tier.use
+                    r.reader.start(layer, rows, groups, out)
+                    r.reader.finish()
+                    for i, (row, group) in enumerate(wanted):
+                        np.testing.assert_array_equal(
+                            out[i, :payload], stored[layer, row, group][0, :payload]
+                        )
+                    away = [row for row, group in wanted if (layer, row, group) not in held]
+                    pooled = sum(row < pooled_rows for row in away)
+                    assert tier.use.groups_from_dram - before.groups_from_dram == pooled
+                    assert tier.use.bytes_from_dram - before.bytes_from_dram == pooled * payload
+                    assert (tier.use.reads > before.reads) == (pooled < len(away))
+            r.pending.drain()
+            assert tier.use.dram_used == tier.rolling.nbytes + pooled_rows * plan.dram_row_bytes
             tier.close()
         tier.release()
+
+
+@pytest.mark.parametrize("row", [0, 2], ids=["pooled", "on-disk"])
+def test_a_group_is_in_memory_until_its_write_has_ended(tier: RecordTier, row: int) -> None:
+    """What the tier still holds under its name is not seen."""
+    rng = np.random.default_rng(0)
+    old, new = records(tier, rng, 1), records(tier, rng, 1)
+    payload = tier._plan.payload_bytes
+    rows, groups = np.array([row], np.int32), np.array([3], np.int32)
+    tier.open(NAMES, [40, 40, 40])
+    tier.write(1, row, 3, old)
+    with reading(tier) as r:
+        write_later(r, tier, 1, row, 3, new)
+        out, before = records(tier, rng, 1), tier.use
+        r.reader.start(1, rows, groups, out)
+        r.reader.finish()
+        np.testing.assert_array_equal(out[0, :payload], new[0, :payload])
+        assert tier.use == before
+        with pytest.raises(TierError, match="never written"):  # noqa: PT012 - the other layer's is not there
+            r.reader.start(0, rows, groups, out)
+            r.reader.finish()
+        r.reader.cancel()
+        r.writes.release()
+        out, before = records(tier, rng, 1), tier.use
+        r.reader.start(1, rows, groups, out)
+        r.reader.finish()
+        np.testing.assert_array_equal(out[0, :payload], new[0, :payload])
+        assert tier.use.groups_from_dram - before.groups_from_dram == (row == 0)
+        assert tier.use.reads - before.reads == (row == 2)
+    tier.close()
+
+
+def test_a_write_that_failed_is_raised_by_the_next_read_and_at_the_end(tier: RecordTier) -> None:
+    rng = np.random.default_rng(0)
+    tier.open(NAMES, [40, 40, 40])
+    with reading(tier) as r:
+        with patch.object(tier, "write", side_effect=TierError("no room")):
+            write_later(r, tier, 0, 1, 5, records(tier, rng, 1))
+        r.writes.release()
+        rows, groups, out = np.array([2], np.int32), np.array([0], np.int32), records(tier, rng, 1)
+        before = out.copy()
+        with pytest.raises(TierError, match="no room"):
+            r.reader.start(1, rows, groups, out)
+        np.testing.assert_array_equal(out, before)
+        with pytest.raises(TierError, match="no room"):
+            r.pending.drain()
+        r.pending.drain()
+    tier.close()
 
 
 def test_a_group_that_was_not_written_is_an_error(tier: RecordTier) -> None:
     """Its place in the pool holds what a row of the generation before left there."""
     rng = np.random.default_rng(0)
     row, group, out = np.array([1], np.int32), np.array([3], np.int32), records(tier, rng, 1)
-    tier.open(NAMES, [40, 40, 40])
-    tier.write(1, 1, 3, records(tier, rng, 1))
-    tier.start_read(1, row, group, out).result()
-    tier.close()
-    tier.open([name * 2 for name in NAMES], [40, 40, 40])
-    with pytest.raises(TierError, match="no layer 1, group 3 of row 2: it was never written"):
-        tier.start_read(1, row, group, out).result()
+    with reading(tier) as r:
+        tier.open(NAMES, [40, 40, 40])
+        tier.write(1, 1, 3, records(tier, rng, 1))
+        r.reader.start(1, row, group, out)
+        r.reader.finish()
+        tier.close()
+        tier.open([name * 2 for name in NAMES], [40, 40, 40])
+        with pytest.raises(TierError, match="no layer 1, group 3 of row 2: it was never written"):
+            r.reader.start(1, row, group, out)
 
 
 def test_a_failed_open_leaves_the_tier_usable(tier: RecordTier, monkeypatch: pytest.MonkeyPatch) -> None:
