@@ -23,7 +23,7 @@ import jax
 from adapters import adapter_for
 from evaluation_table import table
 from flag_types import count, counts, paths
-from selection_flags import add_selection_flags, given_choices, group_choices
+from selection_flags import add_selection_flags, given_choices, group_choices, written
 from tasks import Bench, find_needles, follow_texts
 from windows import cut_windows, read_texts
 
@@ -31,6 +31,7 @@ from swapkv_jax import ModelError, Plan, PlanError, SwapKVError, UsageError, loa
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
+from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
@@ -105,7 +106,6 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
         "dtype": dtype,
         "texts": list(texts),
         "batch": args.batch,
-        "adapter_text_digest": None if adapter is None else adapter.text_digest,
         "jax": jax.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **result,
@@ -144,10 +144,15 @@ def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Pl
 
 
 def _name(group_tokens: int, s: Selection) -> str:
-    return (
-        f"group G{group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank} sink {s.sink_groups} recent "
-        f"{s.recent_groups} {s.aggregate} {s.lookahead} {s.replacement}"
-    )
+    """The sizes, and what else is not as usual. (Load sizes follow the batch and lose nothing.)"""
+    sizes = ("selected_groups", "reuse_slots", "rank")
+    others = (field for field in s.__struct_fields__ if field not in (*sizes, "load_buckets"))
+    changed = [
+        f" {field.replace('_', ' ')} {written(getattr(s, field))}"
+        for field in others
+        if getattr(s, field) != getattr(SELECTION, field)
+    ]
+    return f"group G{group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank}" + "".join(changed)
 
 
 # ---- flags ---------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ class CacheUse:
     """What a cache has done and holds: bytes, calls, and seconds the engine waited for data.
 
     `bytes_read` and `reads` are the disk's. Of the `groups_read` under policy `group`, `groups_from_dram` came
-    out of the DRAM pool, the others from disk or, before their write had ended, from memory.
+    out of the DRAM pool, the others from disk or, before their write had ended, from memory. `read_s` adds up
+    the batches of reads, each from its start until it was there (or was asked for, if that came later);
+    `wait_s` is when the step waited for one: under `group`, with nothing else left to compute.
     """
 
     dram_used: int = 0

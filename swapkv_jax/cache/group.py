@@ -34,11 +34,13 @@ KEEP_BATCH = 64  # records written at a time by prefill
 
 @dataclass
 class Lane:
-    """A staging slot and what fills it. `fence` is ready when the last load from the slot has read it."""
+    """A staging slot and what fills it, since `started` (seconds of `time.perf_counter`). `fence` is ready when the
+    last load from the slot has read it."""
 
     staging: StagingBuffer
     reader: RecordReader
     fence: jax.Array | None = None
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,11 @@ class GroupCache(OffloadCache):
 
     def _read(self, request: Request, lane: Lane, first: int) -> None:
         """Starts to fill the lane with the missing groups from index `first` on."""
-        started = time.perf_counter()
+        lane.started = time.perf_counter()
         records = lane.staging.records
         rows = request.missing_rows[first : first + len(records)]
         groups = request.missing_groups[first : first + len(records)]
         lane.reader.start(request.layer, rows, groups, records[: len(rows)])
-        self._read_s += time.perf_counter() - started
 
     def _land(self, layer: int, x: jax.Array) -> None:
         """Loads what was read into its slots, and says which slots this step attends.
@@ -254,10 +255,12 @@ class GroupCache(OffloadCache):
                     jax.block_until_ready(self._pools[layer])
                     self._read(request, lane, first)
                     self._overflow_loads += 1
-                started = time.perf_counter()
+                asked = time.perf_counter()
                 lane.reader.finish()
+                landed = time.perf_counter()
+                self._read_s += landed - lane.started
                 if is_ready(x):
-                    self._wait_s += time.perf_counter() - started
+                    self._wait_s += landed - asked
                 self._load(request, lane, first)
         except BaseException:
             self._give_up(request, lane)
