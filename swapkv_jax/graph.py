@@ -25,6 +25,33 @@ class CompiledBytes:
     outputs: int  # those that are not donated arguments coming back
 
 
+@dataclass(frozen=True)
+class GraphSpec:
+    """What a graph computes, of arguments (pytrees of `Shape`) of which `donate` come back; not compiled yet."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    donate: Sequence[int]
+
+    def trace(self, sharding: jax.sharding.Sharding) -> jax.stages.Traced:
+        """Traced for arguments that lie on `sharding`, whose device need not be at hand."""
+        # keep_unused: a donated buffer may be needed for its memory alone.
+        jitted = jax.jit(self.function, donate_argnums=tuple(self.donate), keep_unused=True)
+        return jitted.trace(
+            *jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=sharding), list(self.arguments))
+        )
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of all arguments, without any padding."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(list(self.arguments)))
+
+
+GraphMaker = Callable[[str, Callable[..., Any], Sequence[Any], Sequence[int]], Any]
+"""What a program makes its graphs with: `Graph` compiles them, `GraphSpec` only describes them."""
+
+
 class Graph:
     """One ahead-of-time compiled function. Calling it with other shapes raises instead of compiling."""
 
@@ -32,11 +59,9 @@ class Graph:
         self, name: str, function: Callable[..., Any], arguments: Sequence[Any], donate: Sequence[int]
     ):
         self.name = name
-        # keep_unused: a donated buffer may be needed for its memory alone.
-        jitted = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True)
-        placed = jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=device_sharding()), list(arguments))
-        self._compiled = jitted.lower(*placed).compile()
-        self._arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed))
+        spec = GraphSpec(name, function, arguments, donate)
+        self._compiled = spec.trace(device_sharding()).lower().compile()
+        self._arguments = spec.argument_bytes
 
     def __call__(self, *arguments: Any) -> Any:
         return self._compiled(*arguments)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from swapkv_jax.graph import Graph, Shape
+from swapkv_jax.graph import Graph, GraphMaker, Shape
 from swapkv_jax.models.blocks import BlockFunctions, Params
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
@@ -42,8 +42,10 @@ class GroupGraphs:
         return (self.segment, self.predict, *self.load.values())
 
 
-def compile_group_graphs(plan: Plan, block: BlockFunctions, geometry: Geometry) -> GroupGraphs:
-    """Lowers and compiles the policy's graphs for the default device."""
+def compile_group_graphs(
+    plan: Plan, block: BlockFunctions, geometry: Geometry, make: GraphMaker = Graph
+) -> GroupGraphs:
+    """The policy's graphs, lowered and compiled for the default device, or as `make` makes them."""
     dtype, b, heads, dim, g = (
         jnp.dtype(plan.dtype),
         plan.batch,
@@ -66,7 +68,7 @@ def compile_group_graphs(plan: Plan, block: BlockFunctions, geometry: Geometry) 
     load = {}
     for n in choice.load_buckets:
         places = Shape((n,), jnp.int32)
-        load[n] = Graph(
+        load[n] = make(
             "load",
             partial(load_groups, tokens=g),
             [pool_k, pool_v, Shape((n, values), dtype), places, places],
@@ -74,19 +76,19 @@ def compile_group_graphs(plan: Plan, block: BlockFunctions, geometry: Geometry) 
         )
     return GroupGraphs(
         load=load,
-        summarise=Graph(
+        summarise=make(
             "summarise",
             partial(summarise_row, place_tokens=plan.place_tokens),
             [summary, adapter, k_row, scalar],
             (0,),
         ),
-        predict=Graph(
+        predict=make(
             "predict",
             group_predict(plan, block),
             [block.params, queries, adapter, x, summary, lengths, ids],
             (6,),
         ),
-        segment=Graph(
+        segment=make(
             "segment",
             group_segment(plan, block),
             [block.params, adapter, x, pool_k, pool_v, used, lengths, ids, *state],

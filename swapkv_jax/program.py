@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from swapkv_jax.attention import attend, attend_chunk
-from swapkv_jax.graph import Graph, Shape, scalar
+from swapkv_jax.graph import Graph, GraphMaker, GraphSpec, Shape, scalar
 from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
@@ -54,11 +54,12 @@ class Program:
     group: GroupGraphs | None
     compile_s: float = 0.0
     _head_arguments: list[Any] = field(default_factory=list)
+    _make: GraphMaker = Graph
 
     def prepare_head(self, sampling: Sampling) -> Graph:
         """The head that chooses tokens this way, compiled now if no generation has used it yet."""
         if sampling not in self.head:
-            self.head[sampling] = Graph(
+            self.head[sampling] = self._make(
                 "head", _head(self.geometry, sampling), self._head_arguments, _HEAD_DONATED
             )
         return self.head[sampling]
@@ -111,8 +112,20 @@ _HEAD_DONATED = (1, 2, 3, 4)
 
 def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     """Lowers and compiles every graph of the plan for the default device."""
-    plan.validate(geometry)
     started = time.perf_counter()
+    program = _make_program(plan, geometry, sampling, Graph)
+    program.compile_s = time.perf_counter() - started
+    return program
+
+
+def decode_specs(plan: Plan, geometry: Geometry, sampling: Sampling) -> tuple[GraphSpec, ...]:
+    """Every graph that a decode step of the plan runs, for compiling on behalf of a device that is not here."""
+    program = _make_program(plan, geometry, sampling, GraphSpec)
+    return cast(tuple[GraphSpec, ...], program.decode_graphs)
+
+
+def _make_program(plan: Plan, geometry: Geometry, sampling: Sampling, make: GraphMaker) -> Program:
+    plan.validate(geometry)
     block = split_block(geometry, plan.dtype)
     dtype, b, h = jnp.dtype(plan.dtype), plan.batch, geometry.hidden
     table = Shape((geometry.vocab, h), dtype)
@@ -125,26 +138,26 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
     embed, prefill, take = {}, {}, {}
     for c in sorted({min(c, plan.capacity) for c in plan.prefill_chunks}):
         chunk = Shape((c, h), dtype)
-        embed[c] = Graph("embed", _embed, [table, Shape((c,), jnp.int32)], ())
+        embed[c] = make("embed", _embed, [table, Shape((c,), jnp.int32)], ())
         arguments = [block.params, chunk, k_fill, v_fill, number, number, number]
-        prefill[c] = Graph("prefill", _prefill(block), arguments, (1, 2, 3))
-        take[c] = Graph("take", _take, [x, chunk, number, number], (0,))
+        prefill[c] = make("prefill", _prefill(block), arguments, (1, 2, 3))
+        take[c] = make("take", _take, [x, chunk, number, number], (0,))
 
-    group = compile_group_graphs(plan, block, geometry) if plan.policy == "group" else None
+    group = compile_group_graphs(plan, block, geometry, make) if plan.policy == "group" else None
     segments = {}
     for n in _segment_sizes(plan) if group is None else ():
         arguments = [[block.params] * n, x, [k] * n, [v] * n, [new] * n, rows]
-        segments[n] = Graph("segment", _segment(block), arguments, (1, 4))
+        segments[n] = make("segment", _segment(block), arguments, (1, 4))
 
     append = fill = None
     if plan.policy == "resident":
         count = plan.layers
-        append = Graph("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
+        append = make("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
     elif plan.policy == "layer" and plan.tier == "disk":
         records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
-        fill = Graph("fill", _fill_records(plan), [k, v, records, number, number], (0, 1))
+        fill = make("fill", _fill_records(plan), [k, v, records, number, number], (0, 1))
     elif plan.policy == "layer" and plan.transport == "copy":
-        fill = Graph("fill", _fill_layer, [k, v, k, v], (0, 1))
+        fill = make("fill", _fill_layer, [k, v, k, v], (0, 1))
 
     logits = Shape((b, geometry.vocab), jnp.float32)
     norm = Shape((h,), dtype)
@@ -159,14 +172,14 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
         take=take,
         segments=segments,
         head={},
-        assign=Graph("assign", _assign, [rows, rows], (0,)),
+        assign=make("assign", _assign, [rows, rows], (0,)),
         append=append,
         fill=fill,
         group=group,
         _head_arguments=[head_params, x, rows, rows, logits, rows, rows],
+        _make=make,
     )
     program.prepare_head(sampling)
-    program.compile_s = time.perf_counter() - started
     return program
 
 
