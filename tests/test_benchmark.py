@@ -214,7 +214,7 @@ def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         (["--weights", "some"], 2, "invalid choice: 'some'"),
         (["--policies", "group", "--group-tier", "tape"], 2, "unknown tier 'tape'"),
         (["--policies", "group", "--rank", "99"], 2, "rank 99 is not between"),
-        (["--policies", "group", "--adapter", "/no/such/adapter"], 1, "/no/such/adapter"),
+        (["--policies", "group", "--rank", "8", "--adapter", "/no/such/adapter"], 1, "/no/such/adapter"),
         (["--model", "/no/such/model"], 1, "no such model"),
     ],
 )

@@ -175,8 +175,8 @@ def test_growth_with_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert (grown["tier"], grown["batch"], grown["contexts"]) == ("disk", 1, [64, 640])
     assert grown["step_s"] == long["tpot_s"] - short["tpot_s"]
     assert grown["scan_s"] == long["scan_s"] - short["scan_s"]
-    per_token = CHOICE.rank * 4 * 4  # float32, 4 layers
-    expected = (640 - 64) * per_token / report["machine"]["memory_bytes_per_s"]
+    per_group = CHOICE.rank * 2 * 4  # bfloat16, 4 layers
+    expected = (640 - 64) // 4 * per_group / report["machine"]["memory_bytes_per_s"]
     assert grown["scan_floor_s"] == pytest.approx(expected)
     assert report["model"].endswith("with random weights")
     assert "reuse is lower" in report["notes"][0]

@@ -25,6 +25,7 @@ from swapkv_jax import Plan, UsageError, load_model, make_plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.calibration import calibrate, default_text
 from swapkv_jax.models import Model
+from swapkv_jax.planner import SELECTION
 from swapkv_jax.quality import row_interval, surprise
 from swapkv_jax.selection import Selection
 
@@ -50,7 +51,7 @@ def model(checkpoint: Path) -> Model:
 @pytest.fixture(scope="module")
 def adapter(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("adapter")
-    calibrate(model, default_text()[:20_000], tokens=512, window=128).save(place)
+    calibrate(model, default_text()[:20_000], tokens=512, window=128, place_tokens=4).save(place)
     return place
 
 
@@ -103,6 +104,30 @@ def test_everything_selected_loses_nothing(run: Run, model: Model, tmp_path: Pat
     assert f"| {row['name']} | {(held['device'] + held['dram']) / 1e6:.1f} |" in out
     assert "prefill (layers)" in err
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (
+            ["--group-tokens", "8", "--selected-groups", "30", "--rank", "12"],
+            f"group G8 M30 C{SELECTION.reuse_slots} r12",
+        ),
+        (
+            [
+                *("--selected-groups", "9", "--reuse-slots", "20", "--rank", "8", "--load-buckets", "2,4"),
+                *("--sink", "2", "--recent", "3", "--summary", "token", "--refresh", "1,2,1,3"),
+            ],
+            "group G4 M9 C20 r8 sink groups 2 recent groups 3 summary token refresh 1,2,1,3",
+        ),
+    ],
+)
+def test_plans_are_named_by_their_sizes_and_what_is_unusual(
+    evaluate: ModuleType, model: Model, flags: list[str], name: str
+) -> None:
+    args = evaluate._parser().parse_args(["--task", "text", "--texts", str(EMMA), *flags])
+    (named,) = evaluate._plans(args, model, "float32")
+    assert named == name
 
 
 def test_several_plans_and_what_they_lose(run: Run, model: Model, tmp_path: Path) -> None:

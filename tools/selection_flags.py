@@ -24,7 +24,7 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
     for field, hint in get_type_hints(Selection).items():
         names = ["--" + field.replace("_", "-")]
         names += [_SHORT[field]] if field in _SHORT else []
-        helped = f"default {_written(getattr(SELECTION, field))}"
+        helped = f"default {written(getattr(SELECTION, field))}"
         if get_origin(hint) is Literal:
             parser.add_argument(*names, dest=field, choices=get_args(hint), help=helped)
         else:
@@ -77,5 +77,6 @@ def _metavar(hint: Any) -> str:
     return "N" if hint in (int, float) else "N[,N]" if "tuple" in str(hint) else "VALUE"
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A field's value as its flag takes it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
