@@ -323,10 +323,10 @@ class GroupCache(OffloadCache):
     @property
     def use(self) -> CacheUse:
         tier, table = self._tier.use, self._table
-        note = self._lanes[0].reader.note
+        notes = {lane.reader.note for lane in self._lanes} - {None}
         return replace(
             tier,
-            notes=(*tier.notes, *([note] if note else [])),
+            notes=(*tier.notes, *notes),
             dram_used=tier.dram_used + sum(lane.staging.buffer.nbytes for lane in self._lanes),
             wait_s=self._wait_s,
             groups_selected=table.hits + table.misses,

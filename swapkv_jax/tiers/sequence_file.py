@@ -228,9 +228,13 @@ class SequenceFile:
         """Where the records of these `groups` `[n]` of one layer lie in the file, int64 `[n]`.
 
         Raises:
-            TierError: some of them have no room in the file, hence were never stored.
+            TierError: some of them have no room in the file, hence were never stored, or the file is closed.
+            IndexError: no such layer.
         """
+        self._check_open()
         header = self.header
+        if not 0 <= layer < header.layers:
+            raise IndexError(f"layer {layer} of {header.layers}")
         if len(groups) and not 0 <= groups.min() <= groups.max() < header.groups:
             raise TierError(
                 f"{self.path} holds groups 0 to {header.groups - 1}, not {groups.min()} to {groups.max()}; "
