@@ -3,10 +3,11 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+AOT_VENV := .venv-aot
 # One process per two cores' worth of XLA threads; memory stays under 8 GiB.
 JOBS ?= 2
 
-.PHONY: install decode lint test test-slow clean
+.PHONY: install decode lint test test-slow portability clean
 
 install: $(VENV)/.installed
 
@@ -31,5 +32,12 @@ test: lint
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
+# In an environment of its own: with these compilers installed JAX would look for their devices everywhere.
+portability:  ## Compile every decode graph for TPUs and GPUs that are not here (600 MB of compilers)
+	test -x $(AOT_VENV)/bin/python || $(PYTHON) -m venv $(AOT_VENV)
+	$(AOT_VENV)/bin/python -m pip install --quiet --editable '.[test,aot-tpu,aot-cuda]'
+	$(AOT_VENV)/bin/python -m pytest tests/test_portability.py
+	$(AOT_VENV)/bin/python tools/portability.py --json portability.report.json
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info decode.report.json
+	rm -rf $(VENV) $(AOT_VENV) build dist *.egg-info *.report.json

@@ -34,13 +34,15 @@ class GraphSpec:
     arguments: Sequence[Any]
     donate: Sequence[int]
 
+    def jit(self) -> Any:
+        """The jitted function, of any placement."""
+        # keep_unused: a donated buffer may be needed for its memory alone.
+        return jax.jit(self.function, donate_argnums=tuple(self.donate), keep_unused=True)
+
     def trace(self, sharding: jax.sharding.Sharding) -> jax.stages.Traced:
         """Traced for arguments that lie on `sharding`, whose device need not be at hand."""
-        # keep_unused: a donated buffer may be needed for its memory alone.
-        jitted = jax.jit(self.function, donate_argnums=tuple(self.donate), keep_unused=True)
-        return jitted.trace(
-            *jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=sharding), list(self.arguments))
-        )
+        placed = jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=sharding), list(self.arguments))
+        return self.jit().trace(*placed)
 
     @property
     def argument_bytes(self) -> int:

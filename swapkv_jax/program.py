@@ -118,9 +118,12 @@ def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Progr
     return program
 
 
-def decode_specs(plan: Plan, geometry: Geometry, sampling: Sampling) -> tuple[GraphSpec, ...]:
-    """Every graph that a decode step of the plan runs, for compiling on behalf of a device that is not here."""
-    program = _make_program(plan, geometry, sampling, GraphSpec)
+def decode_specs(plan: Plan, geometry: Geometry, samplings: Sequence[Sampling]) -> tuple[GraphSpec, ...]:
+    """Every graph that decode steps of the plan run, with a head for each way to choose tokens, not compiled: to
+    be compiled on behalf of a device that is not here."""
+    program = _make_program(plan, geometry, samplings[0], GraphSpec)
+    for sampling in samplings[1:]:
+        program.prepare_head(sampling)
     return cast(tuple[GraphSpec, ...], program.decode_graphs)
 
 

@@ -1,0 +1,100 @@
+"""The bytes of a plan's device buffers as a target's compiler lays them out, beside what the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from swapkv_jax.graph import GraphSpec
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.plan import Plan
+
+TOLERANCE = 0.02
+_SMALL = 64 << 10  # an argument of less, such as a row's number, need not be a buffer of the plan
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array that a graph takes. `weight`: of the model's; `bytes`: as laid out, padding included."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    weight: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlanBytes:
+    """Device bytes that decode holds. `unplanned`: the largest that one graph takes beside the plan's buffers."""
+
+    planned: int
+    compiled: int
+    unplanned: int
+    problems: tuple[str, ...]
+
+
+def laid_out_bytes(shape: Sequence[int], itemsize: int, layout: Any) -> int:
+    """Bytes of an array in a `jax.experimental.layout.Layout`: a TPU's arrays are tiled, and their last dimensions
+    padded to whole tiles. Only the first level of tiles pads; the others divide it."""
+    sizes = [shape[i] for i in layout.major_to_minor]
+    tile = layout.tiling[0] if layout.tiling else ()
+    sizes = [1] * (len(tile) - len(sizes)) + sizes
+    for axis, size in enumerate(reversed(tile), start=1):
+        sizes[-axis] = -(-sizes[-axis] // size) * size
+    return math.prod(sizes) * itemsize
+
+
+def arguments(spec: GraphSpec, compiled: jax.stages.Compiled) -> list[Argument]:
+    """Every array that a compiled graph takes, in order."""
+    leaves = jax.tree_util.tree_leaves_with_path(list(spec.arguments))
+    formats = jax.tree.leaves(compiled.input_formats[0])
+    return [
+        Argument(
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            # Parameters are dicts, and no plan's buffer is in one.
+            weight=any(isinstance(key, jax.tree_util.DictKey) for key in path),
+            bytes=laid_out_bytes(leaf.shape, leaf.dtype.itemsize, form.layout),
+        )
+        for (path, leaf), form in zip(leaves, formats, strict=True)
+    ]
+
+
+def plan_bytes(plan: Plan, geometry: Geometry, graphs: Sequence[Sequence[Argument]]) -> PlanBytes:
+    """Holds the plan's device buffers against the arguments of all its decode graphs."""
+    sizes = {(a.shape, a.dtype): a.bytes for graph in graphs for a in graph if not a.weight}
+    planned = compiled = 0
+    problems: list[str] = []
+    known: set[tuple[tuple[int, ...], str]] = set()
+    padding: Counter[str] = Counter()
+    for buffer in plan.buffers(geometry):
+        if buffer.tier != "device" or buffer.phase == "prefill":
+            continue
+        known.add((buffer.shape, buffer.dtype))
+        planned += buffer.bytes
+        size = sizes.get((buffer.shape, buffer.dtype))
+        if size is None:
+            problems.append(f"no decode graph takes buffer {buffer.name} {list(buffer.shape)} {buffer.dtype}")
+            continue
+        compiled += size
+        padding[f"{buffer.name.partition('.')[0]} {buffer.dtype}{list(buffer.shape)}"] += size - buffer.bytes
+    unplanned = max(sum(_unplanned(graph, known)) for graph in graphs)
+    if abs(compiled + unplanned - planned) > TOLERANCE * planned:
+        problems.append(
+            f"device bytes: {compiled + unplanned:,} compiled, {unplanned:,} of them in no plan; {planned:,} planned"
+            + (f"; most padded: {_most_padded(padding)}" if +padding else "")
+        )
+    return PlanBytes(planned, compiled, unplanned, tuple(problems))
+
+
+def _most_padded(padding: Counter[str]) -> str:
+    return ", ".join(f"{name} by {size:,}" for name, size in padding.most_common(2))
+
+
+def _unplanned(graph: Sequence[Argument], known: set[tuple[tuple[int, ...], str]]) -> Iterator[int]:
+    return (a.bytes for a in graph if not a.weight and (a.shape, a.dtype) not in known and a.bytes >= _SMALL)
