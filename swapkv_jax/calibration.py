@@ -73,14 +73,15 @@ def calibrate(
             "and windows no shorter than places"
         )
     ids = _encode(model, text, tokens)
-    if len(ids) < rank * place_tokens:
-        raise UsageError(
-            f"{len(ids)} tokens of calibration text cannot fill {rank} dimensions; "
-            "give a longer text, more tokens or a lower rank"
-        )
-    window = min(window, len(ids), geometry.context_limit)
+    window = min(window, max(1, len(ids)), geometry.context_limit)
     windows = [ids[i : i + window] for i in range(0, len(ids), window)]
     windows = [part for part in windows if len(part) >= place_tokens]
+    if sum(len(part) // place_tokens for part in windows) < rank:
+        each = f", {place_tokens} to a mean key," if place_tokens > 1 else ""
+        raise UsageError(
+            f"{len(ids)} tokens of calibration text{each} in windows of {window} cannot fill {rank} dimensions; "
+            "give a longer text, more tokens, longer windows or a lower rank"
+        )
     grams = _gram_matrices(model, windows, window, place_tokens, progress)
     vectors = np.empty((geometry.layers, size, rank), np.float32)
     spectrum = np.empty((geometry.layers, size), np.float64)

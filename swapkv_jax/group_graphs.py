@@ -201,9 +201,9 @@ def group_segment(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
         rolling_v = jnp.where(here, v_new[:, :, None], rolling_v)
         x = block.finish(params, x, attend_groups(q, pool_k, pool_v, used, rolling_k, rolling_v, newest))
         # The write comes before the read, so that XLA can do it in place.
-        k = k_new[..., None] if plan.place_tokens == 1 else rolling_k.swapaxes(2, 3).mean(3, keepdims=True)
+        k = k_new if plan.place_tokens == 1 else rolling_k.astype(jnp.float32).mean(2)  # [B, Hkv, D]
         # A group's mean is right once the group is complete; nobody looks at it before.
-        place = summarise(k, adapter)  # [B, 1, r]
+        place = summarise(k[..., None], adapter)  # [B, 1, r]
         zero = jnp.zeros((), jnp.int32)
         for row in range(place.shape[0]):
             at = (jnp.asarray(row, jnp.int32), lengths[row] // plan.place_tokens, zero)
