@@ -1,0 +1,129 @@
+"""One way in: what gather attention computes, on which platform by which implementation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from swapkv_jax.errors import UsageError
+
+from ..platforms import require_platform
+from .mosaic_gpu import gather_attention_gpu
+from .mosaic_tpu import gather_attention_tpu
+from .reference import gather_attention_xla
+
+Backend = Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+MAX_GROUP, MAX_REPEAT, MAX_HEADS = 16, 16, 16
+HEAD_DIMS = (64, 80, 96, 128, 256)
+DTYPES = ("float32", "bfloat16")
+
+
+@partial(jax.jit, static_argnames=("backend", "interpret"))
+def gather_attention(
+    q: Float[Array, "B Hkv R D"],
+    pool_k: Float[Array, "B Hkv C G D"],
+    pool_v: Float[Array, "B Hkv C G D"],
+    slots: Int[Array, "B M"],
+    valid: Bool[Array, "B M"],
+    rolling_k: Float[Array, "B Hkv G D"],
+    rolling_v: Float[Array, "B Hkv G D"],
+    newest: Int[Array, " B"],
+    *,
+    backend: Backend = "auto",
+    interpret: Any = False,
+) -> tuple[Float[Array, "B Hkv R D"], Float[Array, "B Hkv R"]]:
+    """Each row's queries over the tokens of its selected slots and over its rolling buffer's tokens 0 … `newest`.
+
+    What is not selected takes no part, whatever is there, even NaN: slots that no valid entry names, entries that
+    are not valid, rolling tokens beyond `newest`. Scores are scaled by D ** -0.5; softmax and sums are float32. Two
+    results over different tokens join by their log-sum-exps.
+
+    In the pool, a slot of one head is one contiguous block [G, D], the unit that a kernel copies. The engine's CPU
+    path lays K out as [B, Hkv, D, C·G] instead and attends every slot in use where it lies: there no copy is made
+    at all, and a transposed K is what a CPU multiplies fastest. Here only selected slots are read.
+
+    Args:
+      q: queries, R per KV head; float32 or bfloat16, like the pool and the rolling buffer.
+      pool_k, pool_v: C slots of G tokens each.
+      slots: int32, the selected slots; where `valid`, each in 0 … C-1 and no more than once a row. Not checked.
+      valid: which entries of `slots` count; a row may have none.
+      rolling_k, rolling_v: the newest tokens, which do not fill a group yet.
+      newest: int32, index of a row's newest rolling token; -1 if there is none.
+      backend: `auto` is the Mosaic kernel on TPU and CUDA devices and XLA operations elsewhere, chosen when the
+        program is lowered. A kernel asked for by name refuses to be lowered for another platform. CUDA devices
+        before Hopper have no such kernel: ask for `xla` there.
+      interpret: interprets the named kernel, which any platform can: True, or one of the interpreters in
+        `kernels.versions`. For tests.
+
+    Returns:
+      The attended values, of q's dtype, and the scores' log-sum-exp, float32. A row with nothing to attend gets
+      zeros and -inf.
+
+    Raises:
+      UsageError: an unknown backend, sizes or dtypes that the kernels do not serve, a kernel off its platform.
+    """
+    operands = (q, pool_k, pool_v, slots, valid, rolling_k, rolling_v, newest)
+    _check(*operands, backend=backend)
+    if interpret and backend not in _KERNELS:
+        raise UsageError(
+            f"interpret=True needs a kernel, not backend {backend!r}: name one of {', '.join(_KERNELS)}"
+        )
+    if backend == "auto":
+        return jax.lax.platform_dependent(
+            *operands, tpu=gather_attention_tpu, cuda=gather_attention_gpu, default=gather_attention_xla
+        )
+    if backend == "xla":
+        return gather_attention_xla(*operands)
+    kernel, platform = _KERNELS[backend]
+    if not interpret:
+        operands = (require_platform(q, platform, backend), *operands[1:])
+    return kernel(*operands, interpret=interpret)
+
+
+_KERNELS: dict[str, tuple[Any, Any]] = {
+    "mosaic_tpu": (gather_attention_tpu, "tpu"),
+    "mosaic_gpu": (gather_attention_gpu, "cuda"),
+}
+
+
+def _check(q, pool_k, pool_v, slots, valid, rolling_k, rolling_v, newest, *, backend: str) -> None:
+    """Raises UsageError naming the first argument that does not fit the others or the kernels."""
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} is unknown: use one of {', '.join(BACKENDS)}")
+    if q.ndim != 4 or pool_k.ndim != 5 or slots.ndim != 2:
+        raise UsageError(
+            f"q {q.shape}, pool_k {pool_k.shape}, slots {slots.shape}: want [B, Hkv, R, D], [B, Hkv, C, G, D], [B, M]"
+        )
+    batch, heads, repeat, dim = q.shape
+    slots_held, tokens = pool_k.shape[2:4]
+    wanted = {
+        "pool_k": (pool_k, (batch, heads, slots_held, tokens, dim), q.dtype),
+        "pool_v": (pool_v, (batch, heads, slots_held, tokens, dim), q.dtype),
+        "slots": (slots, (batch, slots.shape[1]), jnp.int32),
+        "valid": (valid, (batch, slots.shape[1]), jnp.bool_),
+        "rolling_k": (rolling_k, (batch, heads, tokens, dim), q.dtype),
+        "rolling_v": (rolling_v, (batch, heads, tokens, dim), q.dtype),
+        "newest": (newest, (batch,), jnp.int32),
+    }
+    for name, (array, shape, dtype) in wanted.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise UsageError(
+                f"{name} is {array.dtype}{list(array.shape)}; with q {q.dtype}{list(q.shape)} it must be "
+                f"{jnp.dtype(dtype)}{list(shape)}"
+            )
+    limits = {
+        "dtype": (str(q.dtype), str(q.dtype) in DTYPES, " or ".join(DTYPES)),
+        "head dim D": (dim, dim in HEAD_DIMS, f"one of {HEAD_DIMS}"),
+        "group tokens G": (tokens, 1 <= tokens <= MAX_GROUP, f"1 to {MAX_GROUP}"),
+        "queries per KV head R": (repeat, 1 <= repeat <= MAX_REPEAT, f"1 to {MAX_REPEAT}"),
+        "KV heads Hkv": (heads, 1 <= heads <= MAX_HEADS, f"1 to {MAX_HEADS}"),
+        "selected slots M": (slots.shape[1], slots.shape[1] >= 1, "at least 1"),
+    }
+    for name, (value, fits, range_) in limits.items():
+        if not fits:
+            raise UsageError(f"{name} is {value}; gather attention serves {range_}")
