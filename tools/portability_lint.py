@@ -70,7 +70,7 @@ def _on_host(aval: Any) -> bool:
 
 
 def _leaves_device(device: Any) -> bool:
-    """Whether a `device_put` inside a graph names a memory, which only makes sense if it isn't all the same."""
+    """Whether a `device_put` names a memory to move to: in a graph of device memory alone none would."""
     kind = getattr(device, "memory_kind", None)
     return isinstance(device, jax.memory.Space) or kind not in (None, "device")
 
