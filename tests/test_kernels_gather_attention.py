@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from swapkv_jax.kernels.gather_attention import (  # pyright: ignore[reportMissingImports]
     Backend,
@@ -268,14 +269,18 @@ def test_the_tpu_kernel_compiles_without_a_tpu(
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     device = topologies.get_topology_desc(platform="tpu", topology_name=target).devices[0]
     place = SingleDeviceSharding(device)
+    in_order = Format(Layout((0, 1, 2, 3, 4)), place)
+    operands = Case(slots=200, tokens=tokens, dtype=dtype, dim=80, heads=3).inputs()
     shapes = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for name, x in Case(tokens=tokens, dtype=dtype, dim=80, heads=3).inputs().items()
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_order if x.ndim == 5 else place)
+        for name, x in operands.items()
     }
     compiled = jax.jit(partial(gather_attention, backend="auto")).trace(**shapes).lower().compile()
     text = compiled.as_text()
     assert text is not None
     assert "tpu_custom_call" in text
+    # Nothing copies the pool.
+    assert compiled.memory_analysis().temp_size_in_bytes < operands["pool_k"].nbytes
 
 
 @pytest.mark.parametrize(
