@@ -280,7 +280,9 @@ def test_the_tpu_kernel_compiles_without_a_tpu(
     assert text is not None
     assert "tpu_custom_call" in text
     # Nothing copies the pool.
-    assert compiled.memory_analysis().temp_size_in_bytes < operands["pool_k"].nbytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < operands["pool_k"].nbytes
 
 
 @pytest.mark.parametrize(

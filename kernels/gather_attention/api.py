@@ -47,8 +47,9 @@ def gather_attention(
     path lays K out as [B, Hkv, D, C·G] instead and attends every slot in use where it lies: there no copy is made
     at all, and a transposed K is what a CPU multiplies fastest. Here only selected slots are read.
 
-    On a TPU the pool must lie in that order too, `Format(Layout((0, 1, 2, 3, 4)), sharding)`: for D that is no multiple
-    of 128, and for some G, XLA otherwise gives an argument another order and copies the whole pool at every call.
+    On a TPU the pool must lie in that order too, `Format(Layout((0, 1, 2, 3, 4)), sharding)`: for D that is no
+    multiple of 128, and for some G, XLA otherwise gives an argument another order and copies the whole pool at every
+    call. D is then padded to 128 in memory.
 
     Args:
       q: queries, R per KV head; float32 or bfloat16, like the pool and the rolling buffer.
