@@ -140,15 +140,28 @@ def load_groups(
     heads, dim = pool_k.shape[1:3]
     size, zero = heads * dim * tokens, jnp.zeros((), jnp.int32)
 
-    def put(i: Int[Array, ""], pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        pool_k, pool_v = pools
-        record, row, at = records[i], rows[i], slots[i] * tokens
-        k = record[:size].reshape(1, heads, dim, tokens)
-        v = record[size : 2 * size].reshape(1, heads, tokens, dim)
-        pool_k = jax.lax.dynamic_update_slice(pool_k, k, (row, zero, zero, at))
-        return pool_k, jax.lax.dynamic_update_slice(pool_v, v, (row, zero, at, zero))
+    def one_by_one(pool_k: jax.Array, pool_v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def put(i: Int[Array, ""], pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            pool_k, pool_v = pools
+            record, row, at = records[i], rows[i], slots[i] * tokens
+            k = record[:size].reshape(1, heads, dim, tokens)
+            v = record[size : 2 * size].reshape(1, heads, tokens, dim)
+            pool_k = jax.lax.dynamic_update_slice(pool_k, k, (row, zero, zero, at))
+            return pool_k, jax.lax.dynamic_update_slice(pool_v, v, (row, zero, at, zero))
 
-    pool_k, pool_v = jax.lax.fori_loop(0, records.shape[0], put, (pool_k, pool_v))
+        return jax.lax.fori_loop(0, records.shape[0], put, (pool_k, pool_v))
+
+    def at_once(pool_k: jax.Array, pool_v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A GPU's command buffer takes no loop.
+        at = slots[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)  # [n, G]
+        k = records[:, :size].reshape(-1, heads, dim, tokens).transpose(0, 3, 1, 2)  # [n, G, Hkv, D]
+        v = records[:, size : 2 * size].reshape(-1, heads, tokens, dim).transpose(0, 2, 1, 3)
+        pool_k = pool_k.at[rows[:, None], :, :, at].set(k, mode="promise_in_bounds")
+        return pool_k, pool_v.at[rows[:, None], :, at].set(v, mode="promise_in_bounds")
+
+    pool_k, pool_v = jax.lax.platform_dependent(
+        pool_k, pool_v, cuda=at_once, rocm=at_once, default=one_by_one
+    )
     return pool_k, pool_v, rows[0] + slots[0]
 
 
