@@ -46,9 +46,12 @@ def given_choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def group_choices(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say to `make_plan` of policy `group`. Slots that were not asked for follow M."""
+    """What the flags say to `make_plan` of policy `group`, which has its own default for a selection that no flag
+    touches. Slots that were not asked for follow M."""
     given = given_choices(args)
     shape = {name: given.pop(name) for name in ("group_tokens", "record_alignment") if name in given}
+    if not given:
+        return shape
     choice = msgspec.structs.replace(SELECTION, **given)
     if "reuse_slots" not in given:
         choice = msgspec.structs.replace(choice, reuse_slots=max(choice.reuse_slots, choice.selected_groups))
