@@ -177,8 +177,11 @@ class Flags:
     def __init__(self, shape: tuple[int, ...], transport: Literal["alias", "copy"]):
         self.host = aligned_buffer(int(np.prod(shape)), ALIAS_ALIGNMENT).view(np.bool_).reshape(shape)
         self.host[...] = False
-        self._alias = alias(self.host) if transport == "alias" else None
+        self._aliased = transport == "alias"
+        self._device = alias(self.host) if self._aliased else jax.device_put(self.host, device_sharding())
 
     @property
     def device(self) -> jax.Array:
-        return self._alias if self._alias is not None else jax.device_put(self.host, device_sharding())
+        if not self._aliased:
+            self._device = jax.device_put(self.host, device_sharding())
+        return self._device

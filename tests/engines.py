@@ -153,14 +153,14 @@ def _compiled(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     def graph(name: str, function: Callable[..., Any], arguments: Any, donate: Sequence[int]) -> Graph:
         if name not in _SHAPED:
             return Graph(name, function, arguments, donate)
-        key = (name, geometry, sampling, str(arguments), tuple(donate))
+        key = (name, geometry, str(arguments), tuple(donate))
         return _graphs.get(key) or _graphs.setdefault(key, Graph(name, function, arguments, donate))
 
     with patch("swapkv_jax.program.Graph", graph):
         return compile_program(plan, geometry, sampling)
 
 
-_SHAPED = ("embed", "prefill", "take", "head", "assign")  # of a plan these depend on nothing but their shapes
+_SHAPED = ("embed", "prefill", "take", "assign")  # of a plan these depend on nothing but their shapes
 _graphs: dict[Any, Graph] = {}
 
 

@@ -175,7 +175,7 @@ def test_quiet(run) -> None:
         (["--prompt", "hi", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "hi", "--temperature", "1e-38"], "temperature must be"),
         (["--prompt", "hi", "--dry-run", "--temperature", "nan"], "temperature must be"),
-        (["--prompt", "hi", "--cache", "group", "--tier", "dram", "--dram-memory", "2MiB"], "in DRAM too"),
+        (["--prompt", "hi", "--cache", "group", "--tier", "dram", "--dram-memory", "64KiB"], "in DRAM too"),
         (["--prompt", "hi", "--cache", "group", "--physical-layers", "3"], "contradicts"),
         (["--prompt", "hi", "--plan", "x", "--max-context", "6"], "--max-context"),
         (["--prompt", os.fsdecode(b"\xff\xfe")], "not UTF-8"),
