@@ -9,9 +9,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from engines import compile_once
 from tiny import tiny_checkpoint
-from tool_runs import Outcome, run_tool
+from tool_runs import Outcome, run_tool, small_benchmark
 
 from swapkv_jax import load_model, make_plan
 
@@ -35,13 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    machine = importlib.import_module("machine")
-    monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
-    monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
-    monkeypatch.setattr("swapkv_jax.engine.compile_program", compile_once)
-    monkeypatch.setattr("swapkv_jax.capture.compile_program", compile_once)
-    return importlib.import_module("benchmark")
+    return small_benchmark(monkeypatch)
 
 
 @pytest.fixture

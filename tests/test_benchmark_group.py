@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from engines import compile_once
 from tiny import tiny_checkpoint
-from tool_runs import Outcome, run_tool
+from tool_runs import Outcome, run_tool, small_benchmark
 
 from swapkv_jax import Engine, load_model, make_plan
 from swapkv_jax.accounting import kv_bytes
@@ -49,15 +48,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    machine = importlib.import_module("machine")
-    monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
-    monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
-    monkeypatch.setattr("swapkv_jax.engine.compile_program", compile_once)
-    monkeypatch.setattr("swapkv_jax.capture.compile_program", compile_once)
+    tool = small_benchmark(monkeypatch)
     monkeypatch.setattr(importlib.import_module("contenders"), "RANDOM_READS", 128)
     monkeypatch.setattr(importlib.import_module("scan"), "_MORE_THAN_CACHES", 1 << 20)
-    return importlib.import_module("benchmark")
+    return tool
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from engines import compile_once
 
 
 class Outcome(NamedTuple):
@@ -29,3 +32,14 @@ def run_tool(
         code = int(stop.code or 0)
     text = capfd.readouterr()
     return Outcome(code, text.out, text.err, json.loads(out.read_text()) if out.exists() else None)
+
+
+def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/benchmark.py, with little to measure of the machine and graphs that engines share."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    machine = importlib.import_module("machine")
+    monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
+    monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
+    monkeypatch.setattr("swapkv_jax.engine.compile_program", compile_once)
+    monkeypatch.setattr("swapkv_jax.capture.compile_program", compile_once)
+    return importlib.import_module("benchmark")

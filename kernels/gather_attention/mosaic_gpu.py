@@ -22,14 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..versions import gpu_interpreter, load, store
+from .reference import LOWEST
 
 WARPS, WARP, VECTOR = 4, 32, 4
 REGISTERS = 64  # of a thread for one step's keys; values and sums take as many
 STAGES = 2
 ALIGNMENT = 128  # bytes
-LOWEST = float(
-    jnp.finfo(jnp.float32).min
-)  # a maximum before anything was seen: finite, so that no difference is NaN
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a slot's copy one bulk transfer, without a descriptor
 
 

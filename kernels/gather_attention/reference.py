@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
+# A kernel's maximum before anything was seen: finite, so that no difference is NaN.
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def gather_attention_xla(
