@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from swapkv_jax.errors import ModelError, PlanError, SwapKVError, TierError, UsageError
 
 if TYPE_CHECKING:
-    from swapkv_jax.engine import Engine, Generation, Step
+    from swapkv_jax.engine import Engine
+    from swapkv_jax.generation import Generation, Step
     from swapkv_jax.models import load_model
     from swapkv_jax.plan import Plan
     from swapkv_jax.planner import Budgets, make_plan
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Engine": "engine",
-    "Generation": "engine",
-    "Step": "engine",
+    "Generation": "generation",
+    "Step": "generation",
     "load_model": "models",
     "Plan": "plan",
     "Budgets": "planner",

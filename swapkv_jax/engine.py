@@ -1,13 +1,10 @@
-"""The host loop: prefill layer by layer, then one token per row and step, by graphs compiled beforehand."""
+"""A model under a plan: compiled, allocated and ready to generate."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Generator as PyGenerator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import jax
 import numpy as np
@@ -15,27 +12,22 @@ import numpy as np
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse, make_cache
 from swapkv_jax.calibration import ensure_adapter
-from swapkv_jax.compile_counter import compiles
 from swapkv_jax.errors import UsageError
-from swapkv_jax.graph import scalar
+from swapkv_jax.generation import Generation, PrefillProgress
 from swapkv_jax.models import Model
 from swapkv_jax.plan import Plan
-from swapkv_jax.prefilled import Prefilled, check_prompts, write_row
+from swapkv_jax.prefilled import Prefilled, check_prompts
 from swapkv_jax.program import compile_program
 from swapkv_jax.sampling import Sampling
-from swapkv_jax.staging import fetch, zeros
+from swapkv_jax.session_rows import check_sessions
+from swapkv_jax.staging import zeros
 from swapkv_jax.store_paths import default_store_dir
 
 GREEDY = Sampling()
-PrefillProgress = Callable[[int, int], None]  # layers of rows done, and in all
 
+if TYPE_CHECKING:
+    from swapkv_jax.sessions import Session
 
-@dataclass(frozen=True)
-class Step:
-    """One new token per row: None for rows that were done before. `logits` [B, V] only when asked for."""
-
-    tokens: list[int | None]
-    logits: np.ndarray | None = None
 
 
 class Engine:
@@ -130,6 +122,7 @@ class Engine:
         forced: Sequence[Sequence[int]] | None = None,
         on_prefill: PrefillProgress | None = None,
         prefilled: Prefilled | None = None,
+        sessions: Sequence[Session | None] | None = None,
     ) -> Generation:
         """Starts a generation: an iterator of `Step`s, whose first one does the prefill.
 
@@ -140,9 +133,12 @@ class Engine:
             `max_new_tokens` of them.
           prefilled: take the prompts' keys and values from here instead of computing them: `capture` keeps
             computed ones for several engines, `RandomPrefill` makes them up.
+          sessions: per row the session that it continues, of this model, or None. What a row's prompt has in common
+            with its session is not computed again; the session forgets the rest, and gets the row's new tokens.
+            It stays open, for the caller to close.
         Raises:
           UsageError: a prompt is empty, holds an unknown id, or does not fit the plan's context; `prefilled` is
-            of other prompts; or the engine is closed.
+            of other prompts, or comes with `sessions`; or the engine is closed.
         """
         if self._closed:
             raise UsageError("the engine is closed; make a new one")
@@ -151,6 +147,10 @@ class Engine:
         self._check(prompts, max_new_tokens, forced)
         if prefilled is not None:
             prefilled.check(self.model, prompts)
+        if sessions is not None:
+            check_sessions(sessions, prompts, self.model)
+            if prefilled is not None:
+                raise UsageError("sessions bring what is prefilled themselves: leave `prefilled` out")
         self.program.prepare_head(sampling)
         self._generation = Generation(
             self,
@@ -162,6 +162,7 @@ class Engine:
             forced,
             on_prefill,
             prefilled,
+            sessions,
         )
         return self._generation
 
@@ -205,171 +206,3 @@ class Engine:
             **{name: array.unsafe_buffer_pointer() for name, array in state.items()},
             **self._cache.addresses(),
         }
-
-
-class Generation:
-    """The tokens of one batch of prompts, made as they are asked for.
-
-    Attributes:
-      finish_reasons: per row "stop" (end-of-text token), "length", what `finish_row` was given, or None
-        while the row goes on.
-      ttft_s: seconds from the first `next()` to the first token. step_s: seconds of each later step.
-      compiles_during_decode: graphs compiled after the first token. Always 0.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        sampling: Sampling,
-        eos: frozenset[int],
-        return_logits: bool,
-        forced: Sequence[Sequence[int]] | None,
-        on_prefill: PrefillProgress | None,
-        prefilled: Prefilled | None,
-    ):
-        self._engine, self._cache = engine, engine._cache
-        self._prompts, self._max_new, self._eos = prompts, max_new_tokens, eos
-        self._return_logits, self._forced, self._on_prefill = return_logits, forced, on_prefill
-        self._prefilled = prefilled
-        self._head = engine.program.head[sampling]
-        params = engine.params
-        self._head_params = {k: params[k] for k in ("final_norm", "embed", "head") if k in params}
-        self._held = np.array([len(p) for p in prompts])  # tokens each row has in the cache
-        self._active = np.ones(len(prompts), bool)
-        self._advance: np.ndarray | None = None  # what engine._advance holds
-        self._made = 0
-        self.finish_reasons: list[str | None] = [None] * len(prompts)
-        self.ttft_s: float | None = None
-        self.step_s: list[float] = []
-        self.compiles_during_decode = 0
-        self._steps = self._run()
-
-    def __iter__(self) -> Iterator[Step]:
-        return self
-
-    def __next__(self) -> Step:
-        return next(self._steps)
-
-    def finish_row(self, row: int, reason: str) -> None:
-        """Ends a row between two steps, as when a stop string has been seen."""
-        if self._active[row]:
-            self._active[row] = False
-            self.finish_reasons[row] = reason
-
-    def close(self) -> None:
-        """Ends the generation where it is; its sequences become past."""
-        self._steps.close()
-
-    def _run(self) -> PyGenerator[Step, None, None]:
-        started = time.perf_counter()
-        try:
-            self._cache.begin(
-                [len(p) for p in self._prompts], [len(p) + self._max_new for p in self._prompts]
-            )
-            if self._prefilled is None:
-                self._prefill()
-            else:
-                self._take_prefilled(self._prefilled)
-            self._engine._assign("lengths", self._held)
-            self._engine._assign("forced", np.full(len(self._prompts), -1))
-            self._cache.start()
-            self._launch_head(np.zeros_like(self._active))
-            step = self._collect()
-            self.ttft_s = time.perf_counter() - started
-            yield step
-            compiled = compiles()
-            while self._active.any():
-                started = time.perf_counter()
-                with jax.no_tracing(True):
-                    step = self._step()
-                self.step_s.append(time.perf_counter() - started)
-                self.compiles_during_decode = compiles() - compiled
-                yield step
-        except BaseException:
-            self._engine._allocate_state()
-            raise
-        finally:
-            self._cache.finish()
-
-    def _prefill(self) -> None:
-        """Layer-major, row by row: one layer takes all of a prompt's chunks before the next layer begins."""
-        engine, program = self._engine, self._engine.program
-        layers = engine.params["layers"]
-        total = len(layers) * len(self._prompts)
-        for row, prompt in enumerate(self._prompts):
-            hidden = program.embed_prompt(engine.params["embed"], prompt)
-            for layer, params in enumerate(layers):
-                k, v = self._cache.slot(layer)
-                at = row if k.shape[0] > 1 else 0
-                hidden, k, v = program.prefill_layer(params, hidden, k, v, at, len(prompt))
-                self._cache.filled(layer, row, len(prompt), k, v)
-                if self._on_prefill is not None:
-                    jax.block_until_ready(hidden[-1])  # progress that is true
-                    self._on_prefill(row * len(layers) + layer + 1, total)
-            start, size = program.chunks(len(prompt))[-1]
-            last = scalar(len(prompt) - 1 - start)
-            engine._x = program.take[size](engine._x, hidden[-1], scalar(row), last)
-
-    def _take_prefilled(self, source: Prefilled) -> None:
-        """What the source has takes the ordinary way into the cache and its tiers."""
-        engine, program = self._engine, self._engine.program
-        layers = len(engine.params["layers"])
-        total = layers * len(self._prompts)
-        size = min(program.take)
-        for row, prompt in enumerate(self._prompts):
-            for layer in range(layers):
-                k, v = self._cache.slot(layer)
-                at = row if k.shape[0] > 1 else 0
-                k_row, v_row = source.kv(row, layer)
-                k, v = write_row(k, k_row, at), write_row(v, v_row, at)
-                self._cache.filled(layer, row, len(prompt), k, v)
-                if self._on_prefill is not None:
-                    self._on_prefill(row * layers + layer + 1, total)
-            last = np.zeros((size, self._engine.model.geometry.hidden), engine._x.dtype)
-            last[0] = source.hidden(row)
-            engine._x = program.take[size](engine._x, last, scalar(row), scalar(0))
-
-    def _step(self) -> Step:
-        engine = self._engine
-        active = self._active.copy()
-        engine._x = self._cache.step(engine.params["layers"], engine._x, engine._lengths, self._held, active)
-        self._launch_head(active)
-        self._cache.settle(self._held, active)
-        self._held = self._held + active
-        return self._collect()
-
-    def _launch_head(self, advance: np.ndarray) -> None:
-        """Moves the lengths of `advance` rows on and picks every row's next token, on the device."""
-        engine = self._engine
-        if self._forced is not None:
-            engine._assign("forced", np.array([tokens[self._made] for tokens in self._forced]))
-        if self._advance is None or not np.array_equal(advance, self._advance):
-            self._advance = advance
-            engine._assign("advance", advance)
-        engine._x, engine._tokens, engine._lengths, engine._logits = self._head(
-            self._head_params,
-            engine._x,
-            engine._tokens,
-            engine._lengths,
-            engine._logits,
-            engine._advance,
-            engine._forced,
-        )
-
-    def _collect(self) -> Step:
-        """The tokens that the head has picked, and which rows they end."""
-        engine, rows = self._engine, len(self._prompts)
-        self._made += 1
-        chosen = fetch(engine._tokens)
-        logits = fetch(engine._logits) if self._return_logits else None
-        tokens: list[int | None] = [None] * rows
-        for row in np.flatnonzero(self._active):
-            token = int(chosen[row])
-            tokens[row] = token
-            if token in self._eos:
-                self.finish_row(int(row), "stop")
-            elif self._made == self._max_new:
-                self.finish_row(int(row), "length")
-        return Step(tokens, logits)

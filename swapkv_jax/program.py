@@ -64,14 +64,14 @@ class Program:
             )
         return self.head[sampling]
 
-    def chunks(self, tokens: int) -> list[tuple[int, int]]:
-        """Splits a prompt into (start, C), largest chunks first.
+    def chunks(self, tokens: int, start: int = 0) -> list[tuple[int, int]]:
+        """Splits a prompt's tokens from `start` on into (start, C), largest chunks first.
 
         A chunk is used where it would be more than three quarters full, the smallest wherever tokens are
         left: cost follows the padded length (measured: three calls of 64 cost 89 % of one of 256).
         """
         sizes = sorted(self.prefill, reverse=True)
-        pieces, start = [], 0
+        pieces = []
         for size in sizes:
             least = 0 if size == sizes[-1] else 3 * size // 4
             while tokens - start > least:
@@ -79,23 +79,32 @@ class Program:
                 start += size
         return pieces
 
-    def embed_prompt(self, table: jax.Array, ids: Sequence[int]) -> list[jax.Array]:
-        """The hidden states [C, H] of a prompt's chunks before the first layer, the last one padded."""
+    def embed_prompt(self, table: jax.Array, ids: Sequence[int], start: int = 0) -> list[jax.Array]:
+        """The hidden states [C, H] of a prompt's chunks from `start` on before the first layer, the last one
+        padded."""
         hidden = []
-        for start, size in self.chunks(len(ids)):
+        for first, size in self.chunks(len(ids), start):
             tokens = np.zeros(size, np.int32)
-            part = ids[start : start + size]
+            part = ids[first : first + size]
             tokens[: len(part)] = part
             hidden.append(self.embed[size](table, tokens))
         return hidden
 
     def prefill_layer(
-        self, params: Params, hidden: list[jax.Array], k: jax.Array, v: jax.Array, row: int, length: int
+        self,
+        params: Params,
+        hidden: list[jax.Array],
+        k: jax.Array,
+        v: jax.Array,
+        row: int,
+        length: int,
+        start: int = 0,
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """One layer takes all chunks of a prompt of `length` tokens; K and V hold them in `row` afterwards."""
+        """One layer takes all chunks of a prompt of `length` tokens; K and V hold them in `row` afterwards. They
+        must hold the tokens before `start` already, which are not among the chunks."""
         out = []
-        for x, (start, size) in zip(hidden, self.chunks(length), strict=True):
-            x, k, v = self.prefill[size](params, x, k, v, scalar(row), scalar(start), scalar(length))
+        for x, (first, size) in zip(hidden, self.chunks(length, start), strict=True):
+            x, k, v = self.prefill[size](params, x, k, v, scalar(row), scalar(first), scalar(length))
             out.append(x)
         return out, k, v
 

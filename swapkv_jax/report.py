@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from swapkv_jax.accounting import device_bytes
-from swapkv_jax.engine import Engine, Generation
+from swapkv_jax.engine import Engine
+from swapkv_jax.generation import Generation
 from swapkv_jax.memory_limits import exact_bytes, format_bytes
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Plan

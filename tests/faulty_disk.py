@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from swapkv_jax.engine import Step
+from swapkv_jax.generation import Step
 from swapkv_jax.tiers import Syscalls
 from swapkv_jax.tiers.kernel_reads import KernelReads
 

@@ -38,7 +38,7 @@ from test_group_dram import random_adapter
 
 from swapkv_jax import Engine, Plan, Sampling, TierError, group_graphs, make_plan
 from swapkv_jax.adapter import Adapter, adapter_directory
-from swapkv_jax.engine import Step
+from swapkv_jax.generation import Step
 from swapkv_jax.group_graphs import GroupGraphs
 from swapkv_jax.models import Geometry, Model
 from swapkv_jax.models.blocks import split_block

@@ -18,7 +18,7 @@ from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.capture import CapturedPrefill, capture
-from swapkv_jax.engine import Step
+from swapkv_jax.generation import Step
 from swapkv_jax.models import Model, Progress
 from swapkv_jax.quality import divergence, row_interval, surprise
 

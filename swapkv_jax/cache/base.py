@@ -74,6 +74,11 @@ class Cache(Protocol):
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
         """Host work of the step just launched that can overlap the head, which is launched after it."""
 
+    def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """K and V [B, Hkv, D] that the last step has added to rows that held `held` tokens before it. To be copied
+        before the next step."""
+        ...
+
     def finish(self) -> None:
         """The generation is over; its sequences are past."""
 

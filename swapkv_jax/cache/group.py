@@ -26,7 +26,7 @@ from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
 from swapkv_jax.program import Program
 from swapkv_jax.slots import Request, SlotTable
-from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, zeros
+from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.tiers import DiskStore
 
 KEEP_BATCH = 64  # records written at a time by prefill
@@ -292,6 +292,11 @@ class GroupCache(OffloadCache):
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
         return  # every layer's completed groups were taken while the next one computed
+
+    def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k, v = (read_only_view(part) for part in self._rolling[layer])  # [B, Hkv, G, D] each
+        rows, at = np.arange(len(held)), held % self._plan.group_tokens
+        return k[rows, :, at], v[rows, :, at]
 
     # ---- the end -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import numpy as np
 from swapkv_jax.cache.offload import OffloadCache, Slot
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
-from swapkv_jax.staging import fetch, zeros
+from swapkv_jax.staging import fetch, read_only_view, zeros
 
 
 class LayerCache(OffloadCache):
@@ -63,6 +63,10 @@ class LayerCache(OffloadCache):
         k, v = fetch(self._new[layer])  # [B, Hkv, D] each
         for row in np.flatnonzero(active):
             self._append(layer, int(row), int(held[row]), k[row], v[row])
+
+    def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k, v = read_only_view(self._new[layer])
+        return k, v
 
     # ---- the end -------------------------------------------------------------------------------------
 

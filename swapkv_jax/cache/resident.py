@@ -10,7 +10,7 @@ import numpy as np
 from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
-from swapkv_jax.staging import zeros
+from swapkv_jax.staging import read_only_view, zeros
 
 
 class ResidentCache:
@@ -51,6 +51,10 @@ class ResidentCache:
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
         pass
+
+    def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k, v = read_only_view(self._new[layer])
+        return k, v
 
     def finish(self) -> None:
         pass
