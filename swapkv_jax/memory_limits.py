@@ -1,7 +1,8 @@
 """How much memory this process may still take: the machine's free memory and every cgroup limit above it."""
 
-from collections.abc import Iterator
 from pathlib import Path
+
+from swapkv_jax.cgroups import cgroup_directories
 
 _MEBIBYTE = 1 << 20
 
@@ -36,42 +37,11 @@ def available_memory(root: Path = Path("/")) -> int:
     """
     fields = _key_values((root / "proc/meminfo").read_text())
     available = fields["MemAvailable:"] * 1024
-    for directory, kind in _memory_cgroups(root):
+    for directory, kind in cgroup_directories("memory", root):
         headroom = _headroom(directory, *_CGROUP_FILES[kind])
         if headroom is not None:
             available = min(available, headroom)
     return max(available, 0)
-
-
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str]]:
-    """(directory, filesystem type) of each memory cgroup this process is under, innermost first."""
-    try:
-        membership = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return  # a kernel without cgroups: only the machine limits
-    paths: dict[str, str] = {}
-    for line in membership:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        mount_root, mount_point = before.split()[3:5]
-        kind, _, options = after.split(" ", 2)
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
-            continue
-        top = root / mount_point.lstrip("/")
-        # Inside a container the mount may show only a subtree whose host path `mount_root` names.
-        inner = paths[kind].removeprefix(mount_root.rstrip("/")).strip("/")
-        directory = top / inner
-        while True:
-            yield directory, kind
-            if directory == top or top not in directory.parents:
-                break
-            directory = directory.parent
 
 
 def _headroom(directory: Path, limit_file: str, use_file: str, reclaimable: str) -> int | None:

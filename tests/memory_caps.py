@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from swapkv_jax.memory_limits import _memory_cgroups
+from swapkv_jax.cgroups import cgroup_directories
 
 
 class MemoryCap(Protocol):
@@ -78,7 +78,7 @@ class AddressSpace:
 @contextlib.contextmanager
 def memory_cap(limit: int) -> Iterator[MemoryCap]:
     """A cap of `limit` bytes by the best means that this machine has. Its processes must have ended at the end."""
-    for own, version in _memory_cgroups(Path("/")):
+    for own, version in cgroup_directories("memory"):
         directory = own / f"memory-cap-{os.getpid()}"
         try:
             if version == "cgroup2" and "memory" not in (own / "cgroup.subtree_control").read_text().split():

@@ -184,17 +184,6 @@ def test_growth_with_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
 # --- parts ---
 
 
-def test_random_reads(benchmark: ModuleType, tmp_path: Path) -> None:
-    machine = importlib.import_module("machine")
-    files = [tmp_path / "a", tmp_path / "b"]
-    files[0].write_bytes(bytes(64 << 10))
-    files[1].write_bytes(bytes(100))  # holds no record
-    rate = machine.random_read_rate(files, record_bytes=6144, alignment=512, reads=50, depth=8)
-    assert 1e5 < rate < 1e12
-    with pytest.raises(ValueError, match="no file holds a record of 6144 bytes"):
-        machine.random_read_rate(files[1:], record_bytes=6144, alignment=512, reads=5, depth=2)
-
-
 class Later(msgspec.Struct, frozen=True, kw_only=True):
     """A selection as it may become."""
 

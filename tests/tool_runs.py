@@ -37,9 +37,8 @@ def run_tool(
 def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """tools/benchmark.py, with little to measure of the machine and graphs that engines share."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
-    machine = importlib.import_module("machine")
-    monkeypatch.setattr(machine, "_BANDWIDTH_BYTES", 8 << 20)
-    monkeypatch.setattr(machine, "_DISK_BYTES", 2 << 20)
+    monkeypatch.setattr("swapkv_jax.rates._MEMORY_BYTES", 8 << 20)
+    monkeypatch.setattr("swapkv_jax.disk_reads._SEQUENTIAL_BYTES", 2 << 20)
     monkeypatch.setattr("swapkv_jax.engine.compile_program", compile_once)
     monkeypatch.setattr("swapkv_jax.capture.compile_program", compile_once)
     return importlib.import_module("benchmark")

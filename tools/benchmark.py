@@ -43,6 +43,7 @@ from swapkv_jax.adapter import Adapter
 from swapkv_jax.capture import capture
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, RandomPrefill
+from swapkv_jax.rates import memory_bandwidth
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for shape in shapes:
         rows += _measure(setup, args, plans[shape], *prompts[shape])
         # What the memory can do shows only when nobody else uses it: the best moment counts.
-        facts["memory_bytes_per_s"] = max(facts["memory_bytes_per_s"], machine.memory_bandwidth())
+        facts["memory_bytes_per_s"] = max(facts["memory_bytes_per_s"], memory_bandwidth())
     for row in rows:
         row |= floors(row, model, facts["memory_bytes_per_s"])
     return {

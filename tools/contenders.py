@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import machine
 from scan import scan_seconds
 
 from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse
+from swapkv_jax.disk_reads import random_read_rate
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, Prompts, RandomPrefill
 from swapkv_jax.tiers import sequential_read_rate
@@ -156,7 +156,7 @@ class OurEngine:
         """Bytes/s of another reader of this engine's own files, past the page cache."""
         sizes = {path: path.stat().st_size for path in self._store.glob("*.kv")}
         if self._plan.policy == "group":
-            return machine.random_read_rate(
+            return random_read_rate(
                 list(sizes),
                 record_bytes=self._plan.stride_bytes,
                 alignment=self._plan.record_alignment,
