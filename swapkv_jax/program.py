@@ -22,6 +22,7 @@ from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_blo
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.sampling import Sampling, choose
+from swapkv_jax.writes import append_tokens, fill_layer, fill_records
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Program:
         on, chooses the next token (or takes `forced` where it is not negative) and embeds it
     `assign` (old [B], new [B]) → new at the address of old: how the host sets lengths and the like
     `group` the graphs of policy `group`, which has no `segments`
-    `fill` the copy of a layer, or of a staging slot's records, into a device slot; see the functions below
+    `fill` the copy of a layer, or of a staging slot's records, into a device slot; see writes.py
     """
 
     plan: Plan
@@ -164,12 +165,12 @@ def _make_program(plan: Plan, geometry: Geometry, sampling: Sampling, make: Grap
     append = fill = None
     if plan.policy == "resident":
         count = plan.layers
-        append = make("append", _append, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
+        append = make("append", append_tokens, [[k] * count, [v] * count, [new] * count, rows], (0, 1))
     elif plan.policy == "layer" and plan.tier == "disk":
         records = Shape((plan.staging_groups, plan.stride_bytes // plan.itemsize), dtype)
-        fill = make("fill", _fill_records(plan), [k, v, records, number, number], (0, 1))
+        fill = make("fill", fill_records(plan), [k, v, records, number, number], (0, 1))
     elif plan.policy == "layer" and plan.transport == "copy":
-        fill = make("fill", _fill_layer, [k, v, k, v], (0, 1))
+        fill = make("fill", fill_layer, [k, v, k, v], (0, 1))
 
     logits = Shape((b, geometry.vocab), jnp.float32)
     norm = Shape((h,), dtype)
@@ -259,67 +260,9 @@ def _segment(block: BlockFunctions) -> Callable[..., Any]:
     return segment
 
 
-def _append(ks: list[jax.Array], vs: list[jax.Array], news: list[jax.Array], lengths: jax.Array) -> Any:
-    """Writes each row's new token at its own length, in place: apart from the graphs that read the caches,
-    since reading and writing one buffer in one graph made XLA copy it (2 to 4 times slower on a CPU)."""
-    zero = jnp.zeros((), jnp.int32)
-    for i, new in enumerate(news):
-        for row in range(new.shape[1]):
-            at, index = lengths[row], jnp.asarray(row, jnp.int32)
-            k_new, v_new = new[0, row][None, :, :, None], new[1, row][None, :, None]
-            ks[i] = jax.lax.dynamic_update_slice(ks[i], k_new, (index, zero, zero, at))
-            vs[i] = jax.lax.dynamic_update_slice(vs[i], v_new, (index, zero, at, zero))
-    return ks, vs
-
-
 def _assign(old: jax.Array, new: jax.Array) -> jax.Array:
     del old
     return jax.lax.optimization_barrier(new)
-
-
-def _fill_layer(k_slot, v_slot, k, v):
-    """A layer that has arrived on the device moves into the slot the graphs read."""
-    del k_slot, v_slot
-    return jax.lax.optimization_barrier((k, v))  # else JAX hands the arrivals themselves back
-
-
-def _fill_records(plan: Plan) -> Callable[..., Any]:
-    heads, dim, tokens = plan.kv_heads, plan.head_dim, plan.group_tokens
-
-    def fill(k_slot, v_slot, records, row, first_group):
-        """records [n, values], each K [Hkv, D, G] then V [Hkv, G, D] → their place in a row of the slot.
-
-        The last output is the staging slot's fence: it is ready when the records have been read.
-        """
-        size, zero = heads * dim * tokens, jnp.zeros((), jnp.int32)
-
-        def one_by_one(k_slot, v_slot):
-            def put(i, slot):
-                # Record by record: XLA's CPU code for all at once computes every element's place (a third slower).
-                k_slot, v_slot = slot
-                record, at = records[i], (first_group + i) * tokens
-                k = record[:size].reshape(1, heads, dim, tokens)
-                v = record[size : 2 * size].reshape(1, heads, tokens, dim)
-                k_slot = jax.lax.dynamic_update_slice(k_slot, k, (row, zero, zero, at))
-                return k_slot, jax.lax.dynamic_update_slice(v_slot, v, (row, zero, at, zero))
-
-            return jax.lax.fori_loop(0, records.shape[0], put, (k_slot, v_slot))
-
-        def at_once(k_slot, v_slot):
-            # A GPU's command buffer takes no loop.
-            n, at = records.shape[0], first_group * tokens
-            k = records[:, :size].reshape(n, heads, dim, tokens).transpose(1, 2, 0, 3)
-            v = records[:, size : 2 * size].reshape(n, heads, tokens, dim).transpose(1, 0, 2, 3)
-            k, v = k.reshape(1, heads, dim, n * tokens), v.reshape(1, heads, n * tokens, dim)
-            k_slot = jax.lax.dynamic_update_slice(k_slot, k, (row, zero, zero, at))
-            return k_slot, jax.lax.dynamic_update_slice(v_slot, v, (row, zero, at, zero))
-
-        k_slot, v_slot = jax.lax.platform_dependent(
-            k_slot, v_slot, cuda=at_once, rocm=at_once, default=one_by_one
-        )
-        return k_slot, v_slot, row + first_group
-
-    return fill
 
 
 def _head(geometry: Geometry, sampling: Sampling) -> Callable[..., Any]:

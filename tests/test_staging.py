@@ -24,9 +24,10 @@ from swapkv_jax.cache.disk import DiskLayerCache
 from swapkv_jax.graph import Graph, Shape
 from swapkv_jax.models import Model
 from swapkv_jax.models.blocks import split_block
-from swapkv_jax.program import _fill_records, _segment
+from swapkv_jax.program import _segment
 from swapkv_jax.staging import StagingRing, alias, fetch, host_view, pinned, read_only_view, to_device, zeros
 from swapkv_jax.tiers import DiskStore, Syscalls, aligned_buffer
+from swapkv_jax.writes import fill_records
 
 SHAPE = (4, 256)
 
@@ -149,7 +150,7 @@ def test_a_slow_disk(deep: Model, expected: Decoded, slots: int, transport: str,
 def slow_fill(engine: Engine, rounds: int) -> Graph:
     """The engine's fill, which burns before it reads the staging slot."""
     plan = engine.plan
-    fill = _fill_records(plan)
+    fill = fill_records(plan)
 
     def slow(k: Any, v: Any, records: Any, row: Any, first_group: Any) -> Any:
         return fill(k, v, late(records, rounds), row, first_group)
