@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from swapkv_jax.attention_choice import Attention, slot_width
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan_buffers import ITEMSIZE, Buffer, plan_buffers
@@ -59,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       record_alignment: bytes that a record's length is rounded up to; a multiple of what O_DIRECT asks for.
       io_threads: readers and writers of the disk store.
       selection: the choices that only policy `group` has.
+      attention: how its slots are attended, `xla` on any platform or a platform's kernel, and how they lie.
       dram_rows: how many rows, from the first on, the pool holds whole; the others are read from disk (policy
         `group`, tier `dram`).
     """
@@ -82,6 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     record_alignment: int = PAGE
     io_threads: int = 6
     selection: Selection | None = None
+    attention: Attention = "xla"
     dram_rows: int | None = None
 
     # ---- derived sizes -------------------------------------------------------------------------------
@@ -164,13 +167,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (rows, self.kv_heads, self.head_dim, s), (rows, self.kv_heads, s, self.head_dim)
 
     @property
-    def pool_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one layer's slots under `group`, K [B, Hkv, D, C1·G] and V [B, Hkv, C1·G, D]: C reuse slots
-        and one that padding may overwrite."""
+    def pool_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one layer's slots under `group`, C reuse slots and one that padding may overwrite: K
+        [B, Hkv, D, C1·G] and V [B, Hkv, C1·G, D] for attention `xla`, one pool [B, Hkv, C1, G, W] for a kernel."""
         slots = 1 + (self.selection.reuse_slots if self.selection is not None else 0)
-        tokens = slots * self.group_tokens
-        head = (self.batch, self.kv_heads)
-        return (*head, self.head_dim, tokens), (*head, tokens, self.head_dim)
+        head, tokens, dim = (self.batch, self.kv_heads), self.group_tokens, self.head_dim
+        if self.attention == "xla":
+            return (*head, dim, slots * tokens), (*head, slots * tokens, dim)
+        return ((*head, slots, tokens, slot_width(self.attention, dim)),)
+
+    @property
+    def rolling_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one layer's rolling buffer under `group`: K and V [B, Hkv, G, D] each for attention `xla`, both
+        in one [B, Hkv, G, W] for a kernel."""
+        head = (self.batch, self.kv_heads, self.group_tokens)
+        if self.attention == "xla":
+            return (*head, self.head_dim), (*head, self.head_dim)
+        return ((*head, slot_width(self.attention, self.head_dim)),)
 
     # ---- buffers -------------------------------------------------------------------------------------
 

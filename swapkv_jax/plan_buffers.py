@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from swapkv_jax.attention_choice import query_columns
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.tiers import planned_file_bytes
 
@@ -77,17 +78,17 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
 def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
-    rolling = (b, plan.kv_heads, plan.group_tokens, plan.head_dim)
+    parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
     values = plan.stride_bytes // plan.itemsize
     summary = (b, plan.summary_places, s.rank)
     for i in range(plan.layers):
-        for part, pool in zip("kv", plan.pool_shapes, strict=True):
+        for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
             yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
             yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
         yield Buffer(name=f"summary.{i}", shape=summary, dtype=s.summary_dtype, tier="device")
         yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
-        queries = (g.hidden, g.heads * g.head_dim)
+        queries = (g.hidden, query_columns(plan.attention, g.heads * g.head_dim))
         yield Buffer(name=f"queries.{i}", shape=queries, dtype=s.summary_dtype, tier="device")
         adapter = (plan.kv_heads * plan.head_dim, s.rank)
         yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")

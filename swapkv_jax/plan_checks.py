@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swapkv_jax.attention_choice import refusal
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.tiers.direct_io import PAGE
@@ -62,12 +63,16 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
         raise PlanError(f"selection belongs to policy group, not {plan.policy}; leave it out")
     if plan.dram_rows is not None and plan.policy != "group":
         raise PlanError(f"dram_rows belongs to policy group, not {plan.policy}; leave it out")
+    if plan.attention != "xla" and plan.policy != "group":
+        raise PlanError(
+            f"attention {plan.attention} belongs to policy group, not {plan.policy}; leave it out"
+        )
     if plan.policy == "resident":
         _validate_resident(plan)
     elif plan.policy == "layer":
         _validate_layer(plan)
     else:
-        _validate_group(plan)
+        _validate_group(plan, geometry)
 
 
 def _validate_resident(plan: Plan) -> None:
@@ -81,10 +86,20 @@ def _validate_resident(plan: Plan) -> None:
         )
 
 
-def _validate_group(plan: Plan) -> None:
+def _validate_group(plan: Plan, geometry: Geometry) -> None:
     if plan.selection is None:
         raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
     plan.selection.validate(plan.kv_heads * plan.head_dim)
+    unserved = refusal(
+        plan.attention,
+        kv_heads=plan.kv_heads,
+        heads=geometry.heads,
+        head_dim=plan.head_dim,
+        group_tokens=plan.group_tokens,
+        dtype=plan.dtype,
+    )
+    if unserved is not None:
+        raise PlanError(unserved)
     if len(plan.selection.refresh) not in (0, plan.layers):
         raise PlanError(
             f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "

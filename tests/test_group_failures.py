@@ -358,20 +358,21 @@ def slow_graphs(consumer: str, rounds: int, plan: Plan, geometry: Geometry) -> G
     reads the slots, which of them are in use, and the rolling buffer."""
     load_groups, group_segment = group_graphs.load_groups, group_graphs.group_segment
 
-    def load(pool_k: Any, pool_v: Any, records: Any, *where: Any, tokens: int) -> Any:
-        return load_groups(pool_k, pool_v, late(records, rounds), *where, tokens=tokens)
+    def load_of(plan: Plan) -> Any:
+        load = load_groups(plan)
+        return lambda pool, records, *where: load(pool, late(records, rounds), *where)
 
     def segment_of(*arguments: Any) -> Any:
         segment = group_segment(*arguments)
 
         def slow(params: Any, adapter: Any, x: Any, *buffers: Any) -> Any:
-            pool_k, pool_v, used, lengths, after, rolling_k, rolling_v, *rest = buffers
-            *read, rolling_k, rolling_v = late((pool_k, pool_v, used, rolling_k, rolling_v), rounds)
-            return segment(params, adapter, x, *read, lengths, after, rolling_k, rolling_v, *rest)
+            pool, used, lengths, after, rolling, *rest = buffers
+            pool, used, rolling = late((pool, used, rolling), rounds)
+            return segment(params, adapter, x, pool, used, lengths, after, rolling, *rest)
 
         return slow
 
-    slow = {"load": ("load_groups", load), "segment": ("group_segment", segment_of)}[consumer]
+    slow = {"load": ("load_groups", load_of), "segment": ("group_segment", segment_of)}[consumer]
     with patch.object(group_graphs, *slow):
         return group_graphs.compile_group_graphs(plan, split_block(geometry, plan.dtype), geometry)
 

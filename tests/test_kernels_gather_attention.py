@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
-from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from swapkv_jax.kernels.gather_attention import (  # pyright: ignore[reportMissingImports]
     Backend,
@@ -27,6 +26,7 @@ from swapkv_jax.kernels.versions import (  # pyright: ignore[reportMissingImport
     tpu_interpreter,
 )
 
+from swapkv_jax.attention_choice import slot_width
 from swapkv_jax.errors import UsageError
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -65,6 +65,7 @@ class Case:
     dtype: str = "float32"
     seed: int = 0
     valid: float = 0.8  # share of entries
+    fill: int = 0  # values of a packed token beyond K and V
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Random operands; row 0 has no valid slot, and what may not be read is NaN."""
@@ -79,21 +80,20 @@ class Case:
         valid = rng.random((b, self.selected)) < self.valid
         valid[0] = False
         newest = rng.integers(0, g, b, dtype=np.int32)
-        pools, rolling = draw(2, b, h, self.slots, g, d), draw(2, b, h, g, d)
+        width = 2 * d + self.fill
+        pool, rolling = draw(b, h, self.slots, g, width), draw(b, h, g, width)
         for row in range(b):
             unread = np.setdiff1d(np.arange(self.slots), slots[row][valid[row]])
-            pools[:, row, :, unread] = np.nan
-            rolling[:, row, :, newest[row] + 1 :] = np.nan
+            pool[row, :, unread] = np.nan
+            rolling[row, :, newest[row] + 1 :] = np.nan
         # An entry that is not valid may name no slot at all.
         slots[~valid] = rng.choice([0, -1, self.slots + 5], (~valid).sum())
         return {
             "q": draw(b, h, self.repeat, d) * np.asarray(2, dtype),
-            "pool_k": pools[0],
-            "pool_v": pools[1],
+            "pool": pool,
             "slots": slots,
             "valid": valid,
-            "rolling_k": rolling[0],
-            "rolling_v": rolling[1],
+            "rolling": rolling,
             "newest": newest,
         }
 
@@ -105,11 +105,10 @@ def expected(x: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         chosen = x["slots"][row][x["valid"][row]]
         last = x["newest"][row] + 1
 
-        def context(pool: np.ndarray, rolling: np.ndarray, row=row, head=head, chosen=chosen, last=last):
-            kept = pool[row, head, chosen].reshape(-1, pool.shape[-1])
-            return np.concatenate([kept, rolling[row, head, :last]]).astype(np.float64)
-
-        k, v = context(x["pool_k"], x["rolling_k"]), context(x["pool_v"], x["rolling_v"])
+        dim = x["q"].shape[-1]
+        kept = x["pool"][row, head, chosen].reshape(-1, x["pool"].shape[-1])
+        kv = np.concatenate([kept, x["rolling"][row, head, :last]]).astype(np.float64)
+        k, v = kv[:, :dim], kv[:, dim : 2 * dim]
         if not len(k):
             continue
         scores = x["q"][row, head].astype(np.float64) @ k.T * k.shape[1] ** -0.5
@@ -142,6 +141,8 @@ CASES = {
     "sixteen tokens": Case(tokens=16, dtype="bfloat16", slots=13, selected=11),
     "sixteen queries": Case(repeat=16, dim=80, tokens=8),
     "slots that are no multiple of 128 bytes": Case(dim=80, tokens=1, dtype="bfloat16"),
+    "tokens wider than K and V": Case(dim=80, fill=96),
+    "heads of whole lanes": Case(dim=128),
     "all valid": Case(valid=1.1),
     "none valid": Case(valid=-1.0),
 }
@@ -156,15 +157,18 @@ def test_special_sizes(name: str, backend: Backend) -> None:
 @kernels_slowly
 def test_nothing_at_all_gives_zeros_and_minus_infinity(backend: Backend) -> None:
     case = Case(valid=-1.0)
-    nan = np.full_like(case.inputs()["rolling_k"], np.nan)
-    check(case, backend, newest=np.full(2, -1, np.int32), rolling_k=nan, rolling_v=nan)
+    nan = np.full_like(case.inputs()["rolling"], np.nan)
+    check(case, backend, newest=np.full(2, -1, np.int32), rolling=nan)
 
 
 @kernels_slowly
 def test_scores_far_below_or_above_zero_do_not_overflow(backend: Backend) -> None:
     x = Case().inputs()
     for sign in (-1, 1):
-        near = {name: np.abs(x[name]) * np.float32(30) for name in ("pool_k", "rolling_k")}
+        near = {name: x[name].copy() for name in ("pool", "rolling")}
+        for array in near.values():
+            keys = array[..., : Case().dim]
+            keys[...] = np.abs(keys) * np.float32(30)
         # Scores of thousands have lost the digits that 1e-5 would need.
         check(Case(), backend, 2e-3, q=np.abs(x["q"]) * np.float32(sign * 8), **near)
 
@@ -189,6 +193,7 @@ def random_cases(**limits: Any) -> st.SearchStrategy[Case]:
         dtype=st.sampled_from(["float32", "bfloat16"]),
         seed=st.integers(0, 99),
         valid=st.sampled_from([0.1, 0.9]),
+        fill=st.sampled_from([0, 32]),
     )
 
 
@@ -259,22 +264,20 @@ def test_the_tpu_kernel_lowers_without_a_tpu(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("tokens", [2, 4, 16])
+@pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
 def test_the_tpu_kernel_compiles_without_a_tpu(
-    target: str, tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    target: str, dim: int, tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("libtpu")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     device = topologies.get_topology_desc(platform="tpu", topology_name=target).devices[0]
     place = SingleDeviceSharding(device)
-    in_order = Format(Layout((0, 1, 2, 3, 4)), place)
-    operands = Case(slots=200, tokens=tokens, dtype=dtype, dim=80, heads=3).inputs()
-    shapes = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_order if x.ndim == 5 else place)
-        for name, x in operands.items()
-    }
+    fill = slot_width("mosaic_tpu", dim) - 2 * dim
+    operands = Case(slots=200, tokens=tokens, dtype=dtype, dim=dim, heads=3, fill=fill).inputs()
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in operands.items()}
     compiled = jax.jit(partial(gather_attention, backend="auto")).trace(**shapes).lower().compile()
     text = compiled.as_text()
     assert text is not None
@@ -282,7 +285,7 @@ def test_the_tpu_kernel_compiles_without_a_tpu(
     # Nothing copies the pool.
     memory = compiled.memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < operands["pool_k"].nbytes
+    assert memory.temp_size_in_bytes < operands["pool"].nbytes
 
 
 @pytest.mark.parametrize(
@@ -305,8 +308,10 @@ def test_operands_that_do_not_fit_each_other() -> None:
         gather_attention(**x, backend="triton")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="interpret=True needs a kernel"):
         gather_attention(**x, backend="auto", interpret=True)
-    with pytest.raises(UsageError, match=r"pool_v is bfloat16\[2, 2, 12, 4, 64\]; .* must be float32"):
-        gather_attention(**(x | {"pool_v": replace(Case(), dtype="bfloat16").inputs()["pool_v"]}))
+    with pytest.raises(UsageError, match=r"pool is bfloat16\[2, 2, 12, 4, 128\]; .* must be float32"):
+        gather_attention(**(x | {"pool": replace(Case(), dtype="bfloat16").inputs()["pool"]}))
+    with pytest.raises(UsageError, match=r"with W at least 2·D"):
+        gather_attention(**(x | {"q": np.zeros((2, 2, 3, 80), np.float32)}))
     with pytest.raises(UsageError, match="newest is int32"):
         gather_attention(**(x | {"newest": x["newest"][:1]}))
     with pytest.raises(UsageError, match=r"want \[B, Hkv, R, D\]"):

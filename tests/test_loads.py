@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -10,11 +10,12 @@ import pytest
 from engines import geometry
 
 from swapkv_jax import make_plan
+from swapkv_jax.attention_choice import Attention
 from swapkv_jax.group_graphs import load_groups
+from swapkv_jax.selection import Selection
 from swapkv_jax.writes import append_tokens, fill_layer, fill_records
 
-HEADS, DIM, TOKENS, ROWS, RECORDS = 2, 16, 4, 3, 5
-VALUES = 2 * HEADS * DIM * TOKENS + 24  # and what follows a payload
+HEADS, TOKENS, ROWS, RECORDS = 2, 4, 3, 5
 
 
 def both_ways(
@@ -27,24 +28,46 @@ def both_ways(
     return [[np.asarray(part) for part in jax.tree.leaves(parts)] for parts in (here, there)]
 
 
-def records(rng: np.random.Generator) -> np.ndarray:
-    return rng.standard_normal((RECORDS, VALUES), np.float32)
-
-
-def test_groups_into_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, slots = np.random.default_rng(0), 7
-    k = rng.standard_normal((ROWS, HEADS, DIM, slots * TOKENS), np.float32)
-    v = k.swapaxes(2, 3).copy()
+@pytest.mark.parametrize("attention", get_args(Attention))
+def test_groups_into_slots(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that every layout has each record's K and V where they belong, and nothing else changes."""
+    model = geometry(head_dim=80)
+    selection = Selection(selected_groups=4, reuse_slots=6, rank=8, sink_groups=0, recent_groups=1)
+    plan = make_plan(
+        model,
+        cache="group",
+        batch=ROWS,
+        max_context=96,
+        group_tokens=TOKENS,
+        selection=selection,
+        attention=attention,
+    )
+    rng = np.random.default_rng(0)
+    pool = tuple(rng.standard_normal(shape, np.float32) for shape in plan.pool_shapes)
+    records = rng.standard_normal((RECORDS, plan.stride_bytes // 4), np.float32)
     rows = np.array([0, 0, 1, 2, 2], np.int32)
-    places = np.array([6, 1, 1, 0, 5], np.int32)
-
-    def load(*arguments: Any) -> Any:
-        return load_groups(*arguments, tokens=TOKENS)
-
-    looped, at_once = both_ways(load, [k, v, records(rng), rows, places], monkeypatch)
+    slots = np.array([6, 1, 1, 0, 5], np.int32)
+    looped, at_once = both_ways(load_groups(plan), [pool, records, rows, slots], monkeypatch)
     for one, other in zip(looped, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert not np.array_equal(looped[0], k)
+    heads, dim, size = model.kv_heads, model.head_dim, plan.payload_bytes // 8
+    k, v = slots_of(pool, dim)
+    for record, row, slot in zip(records, rows, slots, strict=True):
+        k[row, :, slot] = record[:size].reshape(heads, dim, TOKENS).swapaxes(1, 2)
+        v[row, :, slot] = record[size : 2 * size].reshape(heads, TOKENS, dim)
+    for loaded, expected in zip(slots_of(tuple(looped[:-1]), dim), (k, v), strict=True):
+        np.testing.assert_array_equal(loaded, expected)
+
+
+def slots_of(pool: tuple[np.ndarray, ...], dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """K and V [B, Hkv, C1, G, D] of a pool, as views of it."""
+    if len(pool) == 1:
+        return pool[0][..., :dim], pool[0][..., dim : 2 * dim]
+    k, v = pool
+    return (
+        k.reshape(*k.shape[:3], -1, TOKENS).transpose(0, 1, 3, 4, 2),
+        v.reshape(*v.shape[:2], -1, TOKENS, dim),
+    )
 
 
 def test_records_into_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

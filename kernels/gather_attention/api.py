@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from swapkv_jax.attention_choice import DTYPES, HEAD_DIMS, MAX_GROUP, MAX_HEADS, MAX_REPEAT
 from swapkv_jax.errors import UsageError
 
 from ..platforms import require_platform
@@ -18,20 +19,15 @@ from .reference import gather_attention_xla
 
 Backend = Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-MAX_GROUP, MAX_REPEAT, MAX_HEADS = 16, 16, 16
-HEAD_DIMS = (64, 80, 96, 128, 256)
-DTYPES = ("float32", "bfloat16")
 
 
 @partial(jax.jit, static_argnames=("backend", "interpret"))
 def gather_attention(
     q: Float[Array, "B Hkv R D"],
-    pool_k: Float[Array, "B Hkv C G D"],
-    pool_v: Float[Array, "B Hkv C G D"],
+    pool: Float[Array, "B Hkv C G W"],
     slots: Int[Array, "B M"],
     valid: Bool[Array, "B M"],
-    rolling_k: Float[Array, "B Hkv G D"],
-    rolling_v: Float[Array, "B Hkv G D"],
+    rolling: Float[Array, "B Hkv G W"],
     newest: Int[Array, " B"],
     *,
     backend: Backend = "auto",
@@ -43,20 +39,20 @@ def gather_attention(
     are not valid, rolling tokens beyond `newest`. Scores are scaled by D ** -0.5; softmax and sums are float32. Two
     results over different tokens join by their log-sum-exps.
 
-    In the pool, a slot of one head is one contiguous block [G, D], the unit that a kernel copies. The engine's CPU
-    path lays K out as [B, Hkv, D, C·G] instead and attends every slot in use where it lies: there no copy is made
-    at all, and a transposed K is what a CPU multiplies fastest. Here only selected slots are read.
+    A token's K and V lie side by side, K in the first D of W ≥ 2·D values and V in the next D, so that a slot of one
+    head is one contiguous block [G, W], which a kernel copies at once. Values beyond 2·D must be finite. The engine's
+    CPU path lays K out as [B, Hkv, D, C·G] apart from V instead and attends every slot in use where it lies: there
+    no copy is made at all, and a transposed K is what a CPU multiplies fastest. Here only selected slots are read.
 
-    On a TPU the pool must lie in that order too, `Format(Layout((0, 1, 2, 3, 4)), sharding)`: for D that is no
-    multiple of 128, and for some G, XLA otherwise gives an argument another order and copies the whole pool at every
-    call. D is then padded to 128 in memory.
+    On a TPU the pool must lie in the order of its dimensions. XLA gives it another, and copies the whole pool at
+    every call, unless W is a multiple of 128 and G 2, 4, 8, 16, or with float32 1.
 
     Args:
       q: queries, R per KV head; float32 or bfloat16, like the pool and the rolling buffer.
-      pool_k, pool_v: C slots of G tokens each.
+      pool: C slots of G tokens each.
       slots: int32, the selected slots; where `valid`, each in 0 … C-1 and no more than once a row. Not checked.
       valid: which entries of `slots` count; a row may have none.
-      rolling_k, rolling_v: the newest tokens, which do not fill a group yet.
+      rolling: the newest tokens, which do not fill a group yet.
       newest: int32, index of a row's newest rolling token; -1 if there is none.
       backend: `auto` is the Mosaic kernel on TPU and CUDA devices and XLA operations elsewhere, chosen when the
         program is lowered. A kernel asked for by name refuses to be lowered for another platform. CUDA devices
@@ -71,7 +67,7 @@ def gather_attention(
     Raises:
       UsageError: an unknown backend, sizes or dtypes that the kernels do not serve, a kernel off its platform.
     """
-    operands = (q, pool_k, pool_v, slots, valid, rolling_k, rolling_v, newest)
+    operands = (q, pool, slots, valid, rolling, newest)
     _check(*operands, backend=backend)
     if interpret and backend not in _KERNELS:
         raise UsageError(
@@ -95,23 +91,22 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _check(q, pool_k, pool_v, slots, valid, rolling_k, rolling_v, newest, *, backend: str) -> None:
+def _check(q, pool, slots, valid, rolling, newest, *, backend: str) -> None:
     """Raises UsageError naming the first argument that does not fit the others or the kernels."""
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r} is unknown: use one of {', '.join(BACKENDS)}")
-    if q.ndim != 4 or pool_k.ndim != 5 or slots.ndim != 2:
+    if q.ndim != 4 or pool.ndim != 5 or slots.ndim != 2 or pool.shape[-1] < 2 * q.shape[-1]:
         raise UsageError(
-            f"q {q.shape}, pool_k {pool_k.shape}, slots {slots.shape}: want [B, Hkv, R, D], [B, Hkv, C, G, D], [B, M]"
+            f"q {q.shape}, pool {pool.shape}, slots {slots.shape}: want [B, Hkv, R, D], [B, Hkv, C, G, W] with W at "
+            "least 2·D, [B, M]"
         )
     batch, heads, repeat, dim = q.shape
-    slots_held, tokens = pool_k.shape[2:4]
+    slots_held, tokens, width = pool.shape[2:]
     wanted = {
-        "pool_k": (pool_k, (batch, heads, slots_held, tokens, dim), q.dtype),
-        "pool_v": (pool_v, (batch, heads, slots_held, tokens, dim), q.dtype),
+        "pool": (pool, (batch, heads, slots_held, tokens, width), q.dtype),
         "slots": (slots, (batch, slots.shape[1]), jnp.int32),
         "valid": (valid, (batch, slots.shape[1]), jnp.bool_),
-        "rolling_k": (rolling_k, (batch, heads, tokens, dim), q.dtype),
-        "rolling_v": (rolling_v, (batch, heads, tokens, dim), q.dtype),
+        "rolling": (rolling, (batch, heads, tokens, width), q.dtype),
         "newest": (newest, (batch,), jnp.int32),
     }
     for name, (array, shape, dtype) in wanted.items():

@@ -33,21 +33,19 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a slot's copy one bulk 
 
 def gather_attention_gpu(
     q: jax.Array,
-    pool_k: jax.Array,
-    pool_v: jax.Array,
+    pool: jax.Array,
     slots: jax.Array,
     valid: jax.Array,
-    rolling_k: jax.Array,
-    rolling_v: jax.Array,
+    rolling: jax.Array,
     newest: jax.Array,
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `gather_attention`."""
     batch, heads, repeat, dim = q.shape
-    tokens, dtype = pool_k.shape[3], pool_k.dtype
+    tokens, width, dtype = *pool.shape[3:], pool.dtype
     rows = step_tokens(dim)
-    stride = slot_stride(tokens, dim, dtype)
+    stride = slot_stride(tokens, width, dtype)
     tile = rows // stride
     steps = pl.cdiv(slots.shape[1], tile)
     ids, kept = jnp.where(valid, slots, 0), valid
@@ -56,7 +54,6 @@ def gather_attention_gpu(
     seen = kept.reshape(batch, steps, tile, 1) & (jnp.arange(stride) < tokens)
     seen = jnp.pad(seen.reshape(batch, steps, -1), ((0, 0), (1, 0), (0, rows - tile * stride)))
     seen = seen.at[:, 0].set(jnp.arange(rows) <= jnp.minimum(newest, tokens - 1)[:, None])
-    buffer = plgpu.SMEM((STAGES, rows, dim), dtype)
     out, lse = plgpu.kernel(
         partial(_kernel, tokens=tokens, stride=stride, tile=tile, steps=steps, interpreted=bool(interpret)),
         out_type=(
@@ -66,15 +63,14 @@ def gather_attention_gpu(
         grid=(repeat, heads, batch),
         grid_names=("query", "head", "row"),
         scratch_types=[
-            buffer,
-            buffer,
-            plgpu.Barrier(num_arrivals=2 * tile, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.SMEM((STAGES, rows, width), dtype),
+            plgpu.Barrier(num_arrivals=tile, num_barriers=STAGES),
+            plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=gpu_interpreter(detect_races=False) if interpret is True else interpret,
         kernel_name="gather_attention",
-    )(q, pool_k, pool_v, ids, seen.astype(jnp.int32), rolling_k, rolling_v)
+    )(q, pool, ids, seen.astype(jnp.int32), rolling)
     return out, lse
 
 
@@ -83,9 +79,9 @@ def step_tokens(dim: int) -> int:
     return REGISTERS * WARPS * WARP // max(dim, 128)
 
 
-def slot_stride(tokens: int, dim: int, dtype: Any) -> int:
+def slot_stride(tokens: int, width: int, dtype: Any) -> int:
     """Tokens from one slot to the next in shared memory, where a copy must begin at a multiple of 128 bytes."""
-    aligned = ALIGNMENT // math.gcd(ALIGNMENT, dim * jnp.dtype(dtype).itemsize)
+    aligned = ALIGNMENT // math.gcd(ALIGNMENT, width * jnp.dtype(dtype).itemsize)
     return pl.cdiv(tokens, aligned) * aligned
 
 
@@ -101,29 +97,11 @@ def layout(dim: int) -> Any:
 
 
 def _kernel(
-    q,
-    pool_k,
-    pool_v,
-    ids,
-    seen,
-    rolling_k,
-    rolling_v,
-    out,
-    lse,
-    keys,
-    values,
-    arrived,
-    rolled,
-    *,
-    tokens,
-    stride,
-    tile,
-    steps,
-    interpreted,
+    q, pool, ids, seen, rolling, out, lse, kv, arrived, rolled, *, tokens, stride, tile, steps, interpreted
 ):
-    """`keys`, `values`: [STAGES, rows, D] in shared memory. `seen`: [B, 1 + steps, rows], in global memory."""
+    """`kv`: [STAGES, rows, W] in shared memory. `seen`: [B, 1 + steps, rows], in global memory."""
     query, head, row = (jax.lax.axis_index(name) for name in ("query", "head", "row"))
-    rows, dim = keys.shape[1:]
+    rows, dim = kv.shape[1], q.shape[-1]
     grid = layout(dim)
     per_token, per_value = grid.reduce(1), grid.reduce(0)
     shape, last = (rows, dim), STAGES - 1
@@ -141,10 +119,9 @@ def _kernel(
     def fetch(step: jax.Array | int, stage: jax.Array | int) -> None:
         for t in range(tile):
             slot, part = ids[row, step * tile + t], pl.ds(t * stride, tokens)
-            for pool, buffer in ((pool_k, keys), (pool_v, values)):
-                plgpu.copy_gmem_to_smem(
-                    pool.at[row, head, slot], buffer.at[stage, part], arrived.at[stage], oob_mode=IN_BOUNDS
-                )
+            plgpu.copy_gmem_to_smem(
+                pool.at[row, head, slot], kv.at[stage, part], arrived.at[stage], oob_mode=IN_BOUNDS
+            )
 
     q_row = read(q, (row, head, query), per_value).astype(jnp.float32) * dim**-0.5
 
@@ -153,19 +130,16 @@ def _kernel(
     ) -> tuple[jax.Array, ...]:
         sums, totals, tops = state
         counts = read(seen, (row, step), per_token) > 0
-        k = read(keys, (stage,), grid).astype(jnp.float32)
+        k = read(kv, (stage, slice(None), pl.ds(0, dim)), grid).astype(jnp.float32)
         scores = jnp.where(counts, (k * spread(q_row, 1)).sum(axis=1), LOWEST)
         top = jnp.maximum(tops, scores)
         weights = jnp.where(counts, jnp.exp(scores - top), 0.0)
         decay = jnp.exp(tops - top)
-        v = read(values, (stage,), grid).astype(jnp.float32)
+        v = read(kv, (stage, slice(None), pl.ds(dim, dim)), grid).astype(jnp.float32)
         v = jnp.where(spread(counts, 0), v, 0.0)
         return sums * spread(decay, 0) + v * spread(weights, 0), totals * decay + weights, top
 
-    for rolling, buffer in ((rolling_k, keys), (rolling_v, values)):
-        plgpu.copy_gmem_to_smem(
-            rolling.at[row, head], buffer.at[last, pl.ds(0, tokens)], rolled, oob_mode=IN_BOUNDS
-        )
+    plgpu.copy_gmem_to_smem(rolling.at[row, head], kv.at[last, pl.ds(0, tokens)], rolled, oob_mode=IN_BOUNDS)
     for stage in range(min(last, steps)):
         fetch(stage, stage)
     state = (

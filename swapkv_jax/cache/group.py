@@ -17,14 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from swapkv_jax.adapter import Adapter
+from swapkv_jax.attention_choice import query_columns
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.offload import OffloadCache, Slot
+from swapkv_jax.cache.offload import OffloadCache
 from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
 from swapkv_jax.program import Program
+from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.tiers import DiskStore
@@ -64,10 +66,11 @@ class GroupCache(OffloadCache):
         b, dtype, transport = plan.batch, plan.dtype, plan.transport or "copy"
         each = range(plan.layers)
         wanted = jnp.dtype(choice.summary_dtype)
-        self._queries = [query_weights(params, program.geometry).astype(wanted) for params in layers]
+        columns = query_columns(plan.attention, program.geometry.heads * program.geometry.head_dim)
+        self._queries = [query_weights(params, program.geometry, columns).astype(wanted) for params in layers]
         self._adapters = [put(vectors) for vectors in adapter.slice(choice.rank).vectors]
-        k_pool, v_pool = plan.pool_shapes
-        self._pools = [(zeros(k_pool, dtype), zeros(v_pool, dtype)) for _ in each]
+        self._layout = slot_layout(plan)
+        self._pools: list[Parts] = [tuple(zeros(shape, dtype) for shape in plan.pool_shapes) for _ in each]
         self._rolling = [self._empty_rolling() for _ in each]
         summary = (b, plan.summary_places, choice.rank)
         self._summary = [zeros(summary, choice.summary_dtype) for _ in each]
@@ -93,10 +96,8 @@ class GroupCache(OffloadCache):
         )
         return Lane(staging, RecordReader(self._tier, self._pending, sizes[-1], self._io))
 
-    def _empty_rolling(self) -> Slot:
-        p = self._plan
-        shape = (p.batch, p.kv_heads, p.group_tokens, p.head_dim)
-        return zeros(shape, p.dtype), zeros(shape, p.dtype)
+    def _empty_rolling(self) -> Parts:
+        return tuple(zeros(shape, self._plan.dtype) for shape in self._plan.rolling_shapes)
 
     # ---- prefill -------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class GroupCache(OffloadCache):
         self._ring = []
         for layer in range(self._plan.layers):
             k, v = self._tier.parts(self._tier.rolling[layer])  # [B, Hkv, D, G], [B, Hkv, G, D]
-            self._rolling[layer] = (put(np.ascontiguousarray(k.swapaxes(2, 3))), put(v))
+            self._rolling[layer] = tuple(map(put, self._layout.pack(k.swapaxes(2, 3), v)))
 
     # ---- a step --------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class GroupCache(OffloadCache):
         the selection."""
         rows = np.flatnonzero(newest >= 0)
         if rows.size:
-            k, v = (fetch(part) for part in self._rolling[layer])  # [B, Hkv, G, D] each
+            k, v = self._layout.unpack(tuple(map(fetch, self._rolling[layer])))  # [B, Hkv, G, D] each
             for row in rows.tolist():
                 self._pending.write(layer, row, int(newest[row]), k[row].swapaxes(1, 2), v[row])
         if self._choice.lookahead == "step":
@@ -202,14 +203,13 @@ class GroupCache(OffloadCache):
     ) -> jax.Array:
         used = self._used[layer].device
         after = self._no_ids if following is None else self._ids[following]
-        state = (*self._rolling[layer], self._summary[layer])
+        state = (self._rolling[layer], self._summary[layer])
         if self._choice.lookahead == "step":
             state = (*state, self._ids[layer])
         x, *state = self._graphs.segment(
-            params, self._adapters[layer], x, *self._pools[layer], used, lengths, after, *state
+            params, self._adapters[layer], x, self._pools[layer], used, lengths, after, *state
         )
-        k, v, self._summary[layer], *ids = state
-        self._rolling[layer] = (k, v)
+        self._rolling[layer], self._summary[layer], *ids = state
         if ids:
             (self._ids[layer],) = ids
         return x
@@ -285,16 +285,15 @@ class GroupCache(OffloadCache):
         slots = np.full(size, self._choice.reuse_slots, np.int32)  # padding goes to the spare slot
         rows[:count] = request.missing_rows[first : first + count]
         slots[:count] = request.missing_slots[first : first + count]
-        k, v, lane.fence = self._graphs.load[size](
-            *self._pools[layer], lane.staging.arrived(size), rows, slots
+        self._pools[layer], lane.fence = self._graphs.load[size](
+            self._pools[layer], lane.staging.arrived(size), rows, slots
         )
-        self._pools[layer] = (k, v)
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
         return  # every layer's completed groups were taken while the next one computed
 
     def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        k, v = (read_only_view(part) for part in self._rolling[layer])  # [B, Hkv, G, D] each
+        k, v = self._layout.unpack(tuple(map(read_only_view, self._rolling[layer])))  # [B, Hkv, G, D] each
         rows, at = np.arange(len(held)), held % self._plan.group_tokens
         return k[rows, :, at], v[rows, :, at]
 
@@ -344,9 +343,9 @@ class GroupCache(OffloadCache):
 
     def addresses(self) -> dict[str, int]:
         named = {"summary": self._summary, "ids": self._ids}
-        for i, part in enumerate("kv"):
-            named[f"pool.{part}"] = [pool[i] for pool in self._pools]
-            named[f"rolling.{part}"] = [rolling[i] for rolling in self._rolling]
+        for i in range(len(self._plan.pool_shapes)):
+            named[f"pool.{i}"] = [pool[i] for pool in self._pools]
+            named[f"rolling.{i}"] = [rolling[i] for rolling in self._rolling]
         return {
             f"{name}.{layer}": array.unsafe_buffer_pointer()
             for name, arrays in named.items()

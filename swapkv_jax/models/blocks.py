@@ -76,7 +76,7 @@ class DecoderBlock(nnx.Module):
 
     def queries(
         self,
-        weights: Float[Array, "H HqD"],
+        weights: Float[Array, "H columns"],
         x: Float[Array, "N H"],
         positions: Int[Array, " N"],
         spans: Int[Array, " N"],
@@ -85,6 +85,7 @@ class DecoderBlock(nnx.Module):
         g = self.geometry
         normed = self.input_norm(x).astype(weights.dtype)
         q = jnp.einsum("nh,hq->nq", normed, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+        q = q[:, : g.heads * g.head_dim]
         if self.qkv.bias is not None:
             q = q + self.qkv.bias[: q.shape[1]]
         q = q.reshape(-1, g.heads, g.head_dim)
@@ -150,6 +151,8 @@ def split_block(geometry: Geometry, dtype: str) -> BlockFunctions:
     )
 
 
-def query_weights(params: Params, geometry: Geometry) -> Float[Array, "H HqD"]:
-    """The part of a layer's fused weights that makes queries. A copy: a product needs them contiguous."""
-    return params["qkv"]["kernel"][:, : geometry.heads * geometry.head_dim]
+def query_weights(params: Params, geometry: Geometry, columns: int) -> Float[Array, "H columns"]:
+    """The part of a layer's fused weights that makes queries, and zeros up to `columns`. A copy: a product needs them
+    contiguous."""
+    size = geometry.heads * geometry.head_dim
+    return jnp.pad(params["qkv"]["kernel"][:, :size], ((0, 0), (0, columns - size)))

@@ -1,0 +1,237 @@
+"""How the slots of policy `group` lie on the device, and what is done with them where they lie.
+
+Shapes: B rows, Hkv KV heads, R query heads per KV head, D head dim, C1 reuse slots and one that padding may
+overwrite, G tokens per group, W values of a packed token, n records of a load. A pool or a rolling buffer is a tuple
+of one or two arrays, of the shapes in `plan.pool_shapes` and `plan.rolling_shapes`.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from swapkv_jax.attention_choice import slot_width
+from swapkv_jax.plan import Plan
+
+Parts = tuple[jax.Array, ...]
+
+
+class SlotLayout(abc.ABC):
+    """One layer's slots and its rolling buffer; every layer's are alike."""
+
+    def __init__(self, plan: Plan):
+        assert plan.selection is not None
+        self._selection = plan.selection
+        self._heads, self._dim, self._tokens = plan.kv_heads, plan.head_dim, plan.group_tokens
+
+    def load(
+        self, pool: Parts, records: Float[Array, "n values"], rows: Int[Array, " n"], slots: Int[Array, " n"]
+    ) -> tuple[Parts, jax.Array]:
+        """Puts records, each K [Hkv, D, G] then V [Hkv, G, D], into slots of rows. Padding goes to the last slot.
+
+        Returns: the pool, and the staging memory's fence, which is ready when the records have been read.
+        """
+
+        def one_by_one(pool: Parts, records: jax.Array) -> Parts:
+            def put(i: Int[Array, ""], pool: Parts) -> Parts:
+                return self._put_one(pool, records[i], rows[i], slots[i])
+
+            return jax.lax.fori_loop(0, records.shape[0], put, pool)
+
+        def at_once(pool: Parts, records: jax.Array) -> Parts:
+            # A GPU's command buffer takes no loop.
+            return self._put_all(pool, records, rows, slots)
+
+        pool = jax.lax.platform_dependent(pool, records, cuda=at_once, rocm=at_once, default=one_by_one)
+        return pool, rows[0] + slots[0]
+
+    def record_parts(self, records: Float[Array, "*n values"]) -> tuple[jax.Array, jax.Array]:
+        """K [*n, Hkv, D, G] and V [*n, Hkv, G, D] of records."""
+        size, batch = self._heads * self._dim * self._tokens, records.shape[:-1]
+        k = records[..., :size].reshape(*batch, self._heads, self._dim, self._tokens)
+        return k, records[..., size : 2 * size].reshape(*batch, self._heads, self._tokens, self._dim)
+
+    def append(
+        self,
+        rolling: Parts,
+        k: Float[Array, "B Hkv D"],
+        v: Float[Array, "B Hkv D"],
+        newest: Int[Array, " B"],
+    ) -> Parts:
+        """The rolling buffer with each row's new token at its index `newest`."""
+        here = (jnp.arange(self._tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
+        new = self._joined(k, v)
+        return tuple(jnp.where(here, n[:, :, None], old) for n, old in zip(new, rolling, strict=True))
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "B Hkv R D"],
+        pool: Parts,
+        used: Bool[Array, "B C1"],
+        rolling: Parts,
+        newest: Int[Array, " B"],
+    ) -> Float[Array, "B Hkv R D"]:
+        """Each row's query over the slots in use and over the rolling buffer's tokens 0 … `newest`."""
+
+    @abc.abstractmethod
+    def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
+        """The rolling buffer's keys."""
+
+    @abc.abstractmethod
+    def pack(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        """On the host: a rolling buffer of K and V [B, Hkv, G, D]."""
+
+    @abc.abstractmethod
+    def unpack(self, rolling: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """On the host: K and V [B, Hkv, G, D] of a rolling buffer, as views of it."""
+
+    @abc.abstractmethod
+    def _joined(self, k: jax.Array, v: jax.Array) -> Parts:
+        """K and V [.., D] as they lie."""
+
+    @abc.abstractmethod
+    def _put_one(self, pool: Parts, record: jax.Array, row: jax.Array, slot: jax.Array) -> Parts: ...
+
+    @abc.abstractmethod
+    def _put_all(self, pool: Parts, records: jax.Array, rows: jax.Array, slots: jax.Array) -> Parts: ...
+
+
+class ApartSlots(SlotLayout):
+    """K [B, Hkv, D, C1·G] and V [B, Hkv, C1·G, D]: attended where they lie, slots not in use masked out. A CPU
+    multiplies a transposed K fastest, and nothing is copied."""
+
+    def attend(
+        self,
+        q: Float[Array, "B Hkv R D"],
+        pool: Parts,
+        used: Bool[Array, "B C1"],
+        rolling: Parts,
+        newest: Int[Array, " B"],
+    ) -> Float[Array, "B Hkv R D"]:
+        """The two parts join by merging softmax sums (online softmax), so nothing is concatenated or copied. Slots
+        not in use take no part: any K there, even NaN, and any finite V."""
+        (pool_k, pool_v), (rolling_k, rolling_v) = pool, rolling
+        tokens = self._tokens
+        scale = q.shape[-1] ** -0.5
+        far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
+        near = jnp.einsum("bkrd,bkgd->bkrg", q, rolling_k, preferred_element_type=jnp.float32) * scale
+        far = jnp.where(jnp.repeat(used, tokens, axis=1)[:, None, None], far, -jnp.inf)
+        near = jnp.where((jnp.arange(tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
+        # Finite: the new token is always near.
+        top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
+        far, near = jnp.exp(far - top), jnp.exp(near - top)
+        out = jnp.einsum("bkrs,bksd->bkrd", far.astype(q.dtype), pool_v, preferred_element_type=jnp.float32)
+        out = out + jnp.einsum(
+            "bkrg,bkgd->bkrd", near.astype(q.dtype), rolling_v, preferred_element_type=jnp.float32
+        )
+        return (out / (far.sum(axis=-1) + near.sum(axis=-1))[..., None]).astype(q.dtype)
+
+    def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
+        return rolling[0]
+
+    def pack(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        return np.ascontiguousarray(k), v
+
+    def unpack(self, rolling: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+        k, v = rolling
+        return k, v
+
+    def _joined(self, k: jax.Array, v: jax.Array) -> Parts:
+        return k, v
+
+    def _put_one(self, pool: Parts, record: jax.Array, row: jax.Array, slot: jax.Array) -> Parts:
+        zero, at = jnp.zeros((), jnp.int32), slot * self._tokens
+        k, v = (part[None] for part in self.record_parts(record))
+        return (
+            jax.lax.dynamic_update_slice(pool[0], k, (row, zero, zero, at)),
+            jax.lax.dynamic_update_slice(pool[1], v, (row, zero, at, zero)),
+        )
+
+    def _put_all(self, pool: Parts, records: jax.Array, rows: jax.Array, slots: jax.Array) -> Parts:
+        at = slots[:, None] * self._tokens + jnp.arange(self._tokens, dtype=jnp.int32)  # [n, G]
+        k, v = self.record_parts(records)
+        k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)  # [n, G, Hkv, D]
+        return (
+            pool[0].at[rows[:, None], :, :, at].set(k, mode="promise_in_bounds"),
+            pool[1].at[rows[:, None], :, at].set(v, mode="promise_in_bounds"),
+        )
+
+
+class PackedSlots(SlotLayout):
+    """One pool [B, Hkv, C1, G, W]: a token's K and V side by side, then zeros where W is more. A kernel reads the
+    slots that are attended and no others."""
+
+    def __init__(self, plan: Plan, interpret: Any = False):
+        super().__init__(plan)
+        self._backend, self._interpret = plan.attention, interpret
+        self._width = slot_width(plan.attention, plan.head_dim)
+
+    def attend(
+        self,
+        q: Float[Array, "B Hkv R D"],
+        pool: Parts,
+        used: Bool[Array, "B C1"],
+        rolling: Parts,
+        newest: Int[Array, " B"],
+    ) -> Float[Array, "B Hkv R D"]:
+        # Imported here: the kernels' compilers take 0.3 s, which decoding without them need not wait for.
+        from swapkv_jax.kernels.gather_attention import gather_attention  # pyright: ignore[reportMissingImports]
+
+        slots, valid = self._slots(used)
+        out, _ = gather_attention(
+            q, *pool, slots, valid, *rolling, newest, backend=self._backend, interpret=self._interpret
+        )
+        return out
+
+    def _slots(self, used: Bool[Array, "B C1"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
+        """The kernel's form of the slots in use: as many entries as there can be, and which of them count."""
+        choice, batch = self._selection, used.shape[0]
+        used = used[:, : choice.reuse_slots]  # the last slot is never in use
+        if choice.attended == "kept" or choice.selected_groups == choice.reuse_slots:
+            each = jnp.arange(choice.reuse_slots, dtype=jnp.int32)
+            return jnp.broadcast_to(each, (batch, choice.reuse_slots)), used
+        valid, slots = jax.lax.top_k(used.astype(jnp.float32), choice.selected_groups)
+        return slots, valid > 0
+
+    def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
+        return rolling[0][..., : self._dim]
+
+    def pack(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        rolling = np.zeros((*v.shape[:-1], self._width), v.dtype)
+        rolling[..., : self._dim], rolling[..., self._dim : 2 * self._dim] = k, v
+        return (rolling,)
+
+    def unpack(self, rolling: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+        return rolling[0][..., : self._dim], rolling[0][..., self._dim : 2 * self._dim]
+
+    def _joined(self, k: jax.Array, v: jax.Array) -> Parts:
+        fill = jnp.zeros((*v.shape[:-1], self._width - 2 * self._dim), v.dtype)
+        return (jnp.concatenate([k, v, fill], axis=-1),)
+
+    def _put_one(self, pool: Parts, record: jax.Array, row: jax.Array, slot: jax.Array) -> Parts:
+        zero = jnp.zeros((), jnp.int32)
+        k, v = self.record_parts(record)
+        (group,) = self._joined(k.swapaxes(-1, -2), v)  # [Hkv, G, W]
+        return (jax.lax.dynamic_update_slice(pool[0], group[None, :, None], (row, zero, slot, zero, zero)),)
+
+    def _put_all(self, pool: Parts, records: jax.Array, rows: jax.Array, slots: jax.Array) -> Parts:
+        k, v = self.record_parts(records)
+        (groups,) = self._joined(k.swapaxes(-1, -2), v)  # [n, Hkv, G, W]
+        return (pool[0].at[rows, :, slots].set(groups, mode="promise_in_bounds"),)
+
+
+def slot_layout(plan: Plan, interpret: Any = False) -> SlotLayout:
+    """The layout that the plan's attention reads.
+
+    Args:
+      interpret: interprets the plan's kernel, for tests off its platform; see `gather_attention`.
+    """
+    if plan.attention == "xla":
+        return ApartSlots(plan)
+    return PackedSlots(plan, interpret)
