@@ -1,0 +1,36 @@
+"""The planner: what a plan needs, how fast it would be, and which one to take. `python -m swapkv_jax.planner` says so
+for models and devices that need not be here. No JAX.
+"""
+
+from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls, weight_bytes
+from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice
+from swapkv_jax.planner.choose import MAX_OVERHEAD, Candidate, Choice, choose_plan, describe, make_plan
+from swapkv_jax.planner.costs import UNKNOWN, DescribedDisk, Rates, StepCost, overhead, step_cost
+from swapkv_jax.planner.sizes import parse_rate, parse_seconds, parse_size
+
+__all__ = [
+    "MAX_OVERHEAD",
+    "NO_LIMITS",
+    "SELECTION",
+    "UNKNOWN",
+    "Budgets",
+    "CacheChoice",
+    "Candidate",
+    "Choice",
+    "DescribedDisk",
+    "Needs",
+    "Rates",
+    "Request",
+    "StepCost",
+    "TierChoice",
+    "choose_plan",
+    "describe",
+    "make_plan",
+    "overhead",
+    "parse_rate",
+    "parse_seconds",
+    "parse_size",
+    "shortfalls",
+    "step_cost",
+    "weight_bytes",
+]

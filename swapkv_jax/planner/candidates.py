@@ -1,0 +1,163 @@
+"""The plans that a request leaves open, best first where nothing else is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from swapkv_jax.errors import PlanError
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, weight_bytes
+from swapkv_jax.selection import Lookahead, Selection
+
+CacheChoice = Literal["auto", "resident", "layer", "group"]
+TierChoice = Literal["auto", "dram", "disk"]
+
+_LOADS = (8, 16, 32, 64, 96, 128, 256)  # records; a graph each
+# Under `layer` one slot is loaded while the next fills; under `step` reads run further ahead.
+_STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8}
+_TPU_LANES = 128  # the last dimension of a TPU's tiles
+SELECTION = Selection(selected_groups=96, reuse_slots=146, rank=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the planner; see `make_plan`."""
+
+    geometry: Geometry
+    cache: CacheChoice = "auto"
+    tier: TierChoice = "auto"
+    batch: int = 1
+    max_context: int | None = None
+    dtype: DType = "float32"
+    physical_layers: int | None = None
+    group_tokens: int | None = None
+    platform: str = "cpu"
+    budgets: Budgets = NO_LIMITS
+    exact: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, **choices: Any) -> Plan:
+        """A plan of this request, as yet unchecked. PlanError: a field that plans do not have, or of a wrong type."""
+        g = self.geometry
+        tokens = 4 if choices["policy"] == "group" else 64
+        common: dict[str, Any] = {
+            "layers": g.layers,
+            "kv_heads": g.kv_heads,
+            "head_dim": g.head_dim,
+            "batch": self.batch,
+            "max_context": g.context_limit if self.max_context is None else self.max_context,
+            "dtype": self.dtype,
+            "group_tokens": tokens if self.group_tokens is None else self.group_tokens,
+        }
+        try:
+            return msgspec.convert({**common, **choices, **self.overrides}, Plan)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{error}; the fields are {', '.join(Plan.__struct_fields__)}") from None
+
+    @property
+    def transport(self) -> Transport:
+        return "alias" if self.platform == "cpu" else "copy"
+
+
+def candidates(request: Request) -> Iterator[Callable[[], Plan]]:
+    """What `request` may get, each as a function that makes the plan: the fewer bytes move, the earlier, and what is
+    exact before what is not.
+
+    Raises:
+      PlanError: (from the functions too) choices that contradict each other.
+    """
+    cache, tier = request.cache, request.tier
+    own_to_layer = tier != "auto" or request.physical_layers is not None
+    if cache == "resident" and own_to_layer:
+        raise PlanError("--cache resident keeps all KV on the device: leave --tier and --physical-layers out")
+    if cache == "group" and request.exact:
+        raise PlanError("--cache group is approximate, which --exact rules out: leave one of them out")
+    if cache == "auto" and own_to_layer:
+        cache = "layer"
+    if cache in ("auto", "resident"):
+        yield lambda: _resident(request)
+    if cache == "layer" or (cache == "auto" and request.geometry.layers >= 2):
+        if tier in ("auto", "dram"):
+            yield lambda: _layer(request, "dram")
+        if tier in ("auto", "disk"):
+            yield lambda: _layer(request, "disk")
+    if cache == "group" or (cache == "auto" and not request.exact):
+        yield lambda: _group(request)
+
+
+def _resident(request: Request) -> Plan:
+    # On a CPU launching is cheap and graphs of one layer compile fastest (measured: 1, 2, 6 and 30 layers
+    # per graph run equally fast); elsewhere a step is one graph.
+    size = 1 if request.platform == "cpu" else request.geometry.layers
+    return request.plan(policy="resident", layers_per_segment=size)
+
+
+def _layer(request: Request, tier: Tier) -> Plan:
+    staging = {"staging_groups": 1, "staging_slots": 12} if tier == "disk" else {}
+    slots = 2 if request.physical_layers is None else request.physical_layers
+    plan = request.plan(
+        policy="layer", tier=tier, transport=request.transport, physical_layers=slots, **staging
+    )
+    if staging and "staging_groups" not in request.overrides:
+        plan.validate(request.geometry)  # the shape derives from sizes that must be sound
+        size = staging_shape(plan.groups, plan.stride_bytes)
+        plan = msgspec.structs.replace(plan, staging_groups=size)
+    return plan
+
+
+def _group(request: Request) -> Plan:
+    tier = request.tier if request.cache == "group" else "auto"
+    rows = request.batch if tier == "dram" else None
+    selection = request.overrides.get("selection") or _default_selection(request)
+    plan = request.plan(
+        policy="group",
+        tier="dram" if rows else "disk",
+        transport=request.transport,
+        selection=selection,
+        staging_slots=_STAGING_SLOTS[selection.lookahead],
+        dram_rows=rows,
+    )
+    return _with_pool(plan, request.geometry, request.budgets) if tier == "auto" else plan
+
+
+def _default_selection(request: Request) -> Selection:
+    """`SELECTION`, no larger than the context, the keys and the batch make use of."""
+    g, unit = request.geometry, 4 if request.group_tokens is None else request.group_tokens
+    context = g.context_limit if request.max_context is None else request.max_context
+    groups = max(1, -(-context // max(unit, 1)))
+    pinned = SELECTION.sink_groups + SELECTION.recent_groups
+    selected = max(pinned, min(SELECTION.selected_groups, groups))
+    slots = max(pinned, min(SELECTION.reuse_slots, groups))
+    if (
+        request.platform == "tpu"
+    ):  # slots, and one more for padding, fill whole tiles: they would be padded to that
+        tile = math.lcm(_TPU_LANES, max(unit, 1)) // max(unit, 1)
+        slots = -(-(slots + 1) // tile) * tile - 1
+    # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
+    largest = max(8, -(-request.batch * selected // 4))
+    return msgspec.structs.replace(
+        SELECTION,
+        selected_groups=selected,
+        reuse_slots=slots,
+        rank=min(SELECTION.rank, g.kv_heads * g.head_dim),
+        load_buckets=(*(n for n in _LOADS if n < largest), min(largest, 2 * _LOADS[-1])),
+    )
+
+
+def _with_pool(plan: Plan, geometry: Geometry, budgets: Budgets) -> Plan:
+    """A disk plan of policy `group` with the DRAM pool that its budgets have room for, if any."""
+    if budgets.dram is None:
+        return plan
+    memory = plan.memory(geometry)
+    room = budgets.dram - memory.dram
+    if budgets.host is not None:
+        device = memory.device + memory.prefill + weight_bytes(geometry, plan.dtype)
+        room = min(room, budgets.host - device - memory.dram)
+    rows = min(plan.batch, room // plan.dram_row_bytes)
+    return msgspec.structs.replace(plan, tier="dram", dram_rows=rows) if rows > 0 else plan
