@@ -14,6 +14,7 @@ from swapkv_jax.disk_reads import BatchReader, ScratchFile
 from swapkv_jax.errors import TierError
 from swapkv_jax.talk import Progress
 from swapkv_jax.tiers import Syscalls
+from swapkv_jax.tiers.throttled import Schedule, StorageProfile
 
 SIZES = (4096, 8192, 16384, 32768, 65536, 262144, 1 << 20)
 DEPTHS = (1, 4, 16, 64, 128)
@@ -113,6 +114,33 @@ def measure_disk_curve(
                 depths=depths,
                 rates=tuple(rates),
             )
+
+
+def profile_curve(profile: StorageProfile) -> DiskCurve:
+    """What the curve of a disk of this profile is, by its definition."""
+
+    def rate(size: int, depth: int) -> float:
+        return depth * size / Schedule(profile).done(0.0, [size] * depth)[-1]
+
+    return DiskCurve(
+        identity=f"profile {profile.name}",
+        measured=measured.now(),
+        direct=True,
+        reader="kernel",
+        sizes=SIZES,
+        depths=DEPTHS,
+        rates=tuple(tuple(rate(size, depth) for depth in DEPTHS) for size in SIZES),
+    )
+
+
+def throttled_curve(curve: DiskCurve, profile: StorageProfile) -> DiskCurve:
+    """The curve of a disk that is throttled to a profile: at every point of `curve` the slower of the two."""
+    slow = profile_curve(profile)
+    rates = tuple(
+        tuple(min(rate, slow.rate(size, depth)) for depth, rate in zip(curve.depths, row, strict=True))
+        for size, row in zip(curve.sizes, curve.rates, strict=True)
+    )
+    return msgspec.structs.replace(curve, identity=f"{curve.identity}, as {profile.name}", rates=rates)
 
 
 def saved_disk_curve(directory: Path) -> tuple[DiskCurve | None, str]:

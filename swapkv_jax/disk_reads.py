@@ -107,17 +107,17 @@ class BatchReader:
     def _batch(self, depth: int, nbytes: int) -> float:
         places = (self._file.nbytes - nbytes) // PAGE + 1
         offsets = self._rng.integers(places, size=depth) * PAGE
-        descriptor = self._file.descriptor
+        descriptors, sizes = np.full(depth, self._file.descriptor), np.full(depth, nbytes)
+        addresses = self._buffer.ctypes.data + nbytes * np.arange(depth)
+        parts = self._buffer[: depth * nbytes].reshape(depth, nbytes)
         if not self._file.direct:
-            self._syscalls.drop_cache(descriptor, 0, 0)
+            self._syscalls.drop_cache(self._file.descriptor, 0, 0)
         started = time.perf_counter()
         if self._kernel is not None:
-            addresses = self._buffer.ctypes.data + nbytes * np.arange(depth)
-            self._kernel.submit(np.full(depth, descriptor), addresses, np.full(depth, nbytes), offsets)
+            self._kernel.submit(descriptors, addresses, sizes, offsets)
             moved = self._kernel.collect()
         else:
             assert self._pool is not None
-            parts = self._buffer[: depth * nbytes].reshape(depth, nbytes)
             try:
                 moved = np.array([*self._pool.map(self._read, parts, offsets.tolist())])
             except OSError as error:

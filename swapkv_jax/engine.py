@@ -22,12 +22,12 @@ from swapkv_jax.sampling import Sampling
 from swapkv_jax.session_rows import check_sessions
 from swapkv_jax.staging import zeros
 from swapkv_jax.store_paths import default_store_dir
+from swapkv_jax.tiers import Syscalls
 
 GREEDY = Sampling()
 
 if TYPE_CHECKING:
     from swapkv_jax.sessions import Session
-
 
 
 class Engine:
@@ -51,6 +51,7 @@ class Engine:
         store_dir: Path | None = None,
         disk_limit: int | None = None,
         adapter: Adapter | None = None,
+        syscalls: Syscalls | None = None,
     ):
         """Compiles the plan for `sampling` and allocates its buffers.
 
@@ -58,6 +59,7 @@ class Engine:
           store_dir: directory of the disk store (default: in the user's cache); only tier `disk` uses it.
           disk_limit: bytes the store may take (default: what the disk has).
           adapter: of policy `group` (default: the one kept for this model, calibrated first if there is none).
+          syscalls: how the disk store reaches its files (default: directly); a `ThrottledDisk` is a slower disk.
         Raises:
           PlanError: the plan does not fit the model. TierError, UsageError: a tier has no room or no right.
         """
@@ -78,6 +80,7 @@ class Engine:
             disk_limit=disk_limit,
             adapter=adapter,
             layers=self.params["layers"],
+            syscalls=syscalls,
         )
         self._generation: Generation | None = None
         self._closed = False

@@ -46,6 +46,7 @@ from swapkv_jax.prefilled import Prefilled, RandomPrefill
 from swapkv_jax.rates import memory_bandwidth
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
+from swapkv_jax.tiers.throttled import StorageProfile, storage_profile
 
 Tokens = list[list[int]]
 SAY = Talk(quiet=False)
@@ -81,6 +82,7 @@ class Setup:
     prefill: str
     store_dir: Path
     capture_dir: Path | None
+    profile: StorageProfile | None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         adapter = random_adapter(model)
     else:
         adapter = adapter_for(model, itertools.chain(*plans.values()), args.adapter, SAY)
-    setup = Setup(model, adapter, peers, prefill, store_dir, args.capture_dir)
+    profile = None if args.storage_profile is None else storage_profile(args.storage_profile)
+    setup = Setup(model, adapter, peers, prefill, store_dir, args.capture_dir, profile)
     uses_disk = any(plan.tier == "disk" for plan in plans[shapes[0]])
     facts = machine.facts(store_dir if uses_disk else None)
     rows: list[dict[str, Any]] = []
@@ -131,6 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "machine": facts,
         "model": model.name if args.weights == "random" else args.model,
         "dtype": args.dtype,
+        "storage_profile": args.storage_profile,
         "prefill": prefill,
         "prompt": "random tokens" if texts is None else ", ".join(texts),
         "forced": texts is not None,
@@ -153,7 +157,7 @@ def _measure(
     with ExitStack() as stack:
         contenders: list[Contender] = []
         for plan in plans:
-            contenders.append(OurEngine(setup.model, plan, setup.store_dir, setup.adapter))
+            contenders.append(OurEngine(setup.model, plan, setup.store_dir, setup.adapter, setup.profile))
             stack.callback(contenders[-1].close)
         for name, peer in setup.peers.items():
             decode = peer.open(batch, plans[0].max_context)

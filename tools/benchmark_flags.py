@@ -10,6 +10,8 @@ from flag_types import count, counts, paths
 from peers import PEERS
 from selection_flags import add_selection_flags
 
+from swapkv_jax.tiers.throttled import PROFILES
+
 POLICIES, TIERS = ("resident", "layer", "group"), ("dram", "disk")
 
 
@@ -56,6 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--capture-dir", type=Path, metavar="DIR", help="keep --prefill once here, and use what is here")
     add("--store-dir", type=Path, help="directory of the disk tier, and of a prefill that is not kept")
+    add(
+        "--storage-profile",
+        choices=tuple(PROFILES),
+        help="what tier disk reads from is no faster than this disk (the paper's devices)",
+    )
     add("--json", type=Path, required=True, metavar="OUT")
     group = parser.add_argument_group("policy group")
     add = group.add_argument

@@ -19,8 +19,9 @@ from swapkv_jax.cache import CacheUse
 from swapkv_jax.disk_reads import random_read_rate
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, Prompts, RandomPrefill
-from swapkv_jax.tiers import sequential_read_rate
+from swapkv_jax.tiers import Syscalls, sequential_read_rate
 from swapkv_jax.tiers.direct_io import PAGE
+from swapkv_jax.tiers.throttled import StorageProfile, ThrottledDisk
 
 # Counters of `CacheUse` that a step adds to.
 COUNTERS = (
@@ -90,11 +91,21 @@ class Contender(Protocol):
 class OurEngine:
     """An engine of this package. Tier `disk` gets a directory of its own, removed at the end."""
 
-    def __init__(self, model: Model, plan: Plan, store_dir: Path, adapter: Adapter | None = None):
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        store_dir: Path,
+        adapter: Adapter | None = None,
+        profile: StorageProfile | None = None,
+    ):
         self._plan, self._geometry = plan, model.geometry
+        self._syscalls = Syscalls() if profile is None else ThrottledDisk(profile)
         self._store = Path(tempfile.mkdtemp(prefix="benchmark-", dir=store_dir))
         try:
-            self._engine = Engine(model, plan, store_dir=self._store, adapter=adapter)
+            self._engine = Engine(
+                model, plan, store_dir=self._store, adapter=adapter, syscalls=self._syscalls
+            )
         except BaseException:
             shutil.rmtree(self._store)
             raise
@@ -162,11 +173,12 @@ class OurEngine:
                 alignment=self._plan.record_alignment,
                 reads=RANDOM_READS,
                 depth=RANDOM_DEPTH,
+                syscalls=self._syscalls,
             )
         seconds = 0.0
         for path, size in sizes.items():
             chunk = min(1 << 20, size // PAGE * PAGE)
-            seconds += size / sequential_read_rate(path, chunk_bytes=chunk) / 1e6
+            seconds += size / sequential_read_rate(path, chunk_bytes=chunk, syscalls=self._syscalls) / 1e6
         return sum(sizes.values()) / seconds
 
     def describe(self) -> dict[str, Any]:

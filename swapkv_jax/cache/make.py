@@ -13,7 +13,7 @@ from swapkv_jax.cache.group import GroupCache
 from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
-from swapkv_jax.tiers import DiskStore
+from swapkv_jax.tiers import DiskStore, Syscalls
 
 
 def make_cache(
@@ -24,9 +24,10 @@ def make_cache(
     disk_limit: int | None,
     adapter: Adapter | None,
     layers: Sequence[Params],
+    syscalls: Syscalls | None = None,
 ) -> Cache:
-    """Allocates the plan's buffers. `store_dir` and `disk_limit` (bytes) matter to tier `disk` and policy
-    `group`, the adapter to policy `group` alone, which must have one.
+    """Allocates the plan's buffers. `store_dir`, `disk_limit` (bytes) and `syscalls` matter to tier `disk` and
+    policy `group`, the adapter to policy `group` alone, which must have one.
 
     Raises:
         TierError: a tier has no room.
@@ -37,7 +38,7 @@ def make_cache(
         return ResidentCache(program)
     if plan.policy == "layer" and plan.tier == "dram":
         return AliasLayerCache(program) if plan.transport == "alias" else PinnedLayerCache(program)
-    store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint)
+    store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint, syscalls=syscalls)
     try:
         if plan.policy == "layer":
             return DiskLayerCache(program, store)

@@ -56,9 +56,9 @@ class Syscalls:
     def kernel_reads(self, size: int) -> KernelReads:
         return KernelReads(size)
 
-    def try_lock(self, descriptor: int) -> bool:
+    def try_lock(self, descriptor: int, *, shared: bool = False) -> bool:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -273,7 +273,13 @@ class AlignedFile:
         return TierError(f"{where}: errno {reason.errno}, {reason.strerror}; {remedy}")
 
 
-def sequential_read_rate(path: Path, *, chunk_bytes: int = 1 << 20, limit_bytes: int | None = None) -> float:
+def sequential_read_rate(
+    path: Path,
+    *,
+    chunk_bytes: int = 1 << 20,
+    limit_bytes: int | None = None,
+    syscalls: Syscalls | None = None,
+) -> float:
     """MB/s (10^6 bytes) at which one thread reads the file from its start: the yardstick for the store.
 
     O_DIRECT where the filesystem takes it, else buffered after dropping the file from the page cache.
@@ -297,5 +303,6 @@ def sequential_read_rate(path: Path, *, chunk_bytes: int = 1 << 20, limit_bytes:
             raise ValueError(f"{path} has {size} bytes, less than one chunk of {chunk_bytes}")
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
-        moved = sum(os.preadv(descriptor, [buffer.data], offset) for offset in range(0, end, chunk_bytes))
+        read = (syscalls or Syscalls()).read_at
+        moved = sum(read(descriptor, buffer, offset) for offset in range(0, end, chunk_bytes))
         return moved / (time.perf_counter() - start) / 1e6
