@@ -220,7 +220,7 @@ def test_auto_steps_down() -> None:
     weights = weight_bytes(GEOMETRY, "float32")
 
     def choice(**budgets: int) -> tuple[str, str | None]:
-        plan = make_plan(GEOMETRY, batch=4, platform="gpu", budgets=Budgets(**budgets))
+        plan = make_plan(GEOMETRY, batch=4, platform="gpu", group_tokens=64, budgets=Budgets(**budgets))
         return plan.policy, plan.tier
 
     full = make_plan(GEOMETRY, batch=4, cache="resident").memory(GEOMETRY).device + weights

@@ -45,7 +45,9 @@ class Request:
     def plan(self, **choices: Any) -> Plan:
         """A plan of this request, as yet unchecked. PlanError: a field that plans do not have, or of a wrong type."""
         g = self.geometry
-        tokens = 4 if choices["policy"] == "group" else 64
+        # Rows of whole tiles: a TPU pads them to 128 tokens anyway, a GPU's products copied V to pad it to 256.
+        whole = 64 if self.platform == "cpu" else 256
+        tokens = 4 if choices["policy"] == "group" else whole
         common: dict[str, Any] = {
             "layers": g.layers,
             "kv_heads": g.kv_heads,
