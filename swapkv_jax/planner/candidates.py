@@ -27,7 +27,8 @@ SELECTION = Selection(selected_groups=96, reuse_slots=146, rank=64)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the planner; see `make_plan`."""
+    """What is asked of the planner; see `make_plan`. `group_size` is G of policy `group` where `group_tokens`, which
+    holds for every policy, is None."""
 
     geometry: Geometry
     cache: CacheChoice = "auto"
@@ -37,6 +38,7 @@ class Request:
     dtype: DType = "float32"
     physical_layers: int | None = None
     group_tokens: int | None = None
+    group_size: int = 4
     platform: str = "cpu"
     budgets: Budgets = NO_LIMITS
     exact: bool = False
@@ -47,7 +49,7 @@ class Request:
         g = self.geometry
         # Rows of whole tiles: a TPU pads them to 128 tokens anyway, a GPU's products copied V to pad it to 256.
         whole = 64 if self.platform == "cpu" else 256
-        tokens = 4 if choices["policy"] == "group" else whole
+        tokens = self.group_size if choices["policy"] == "group" else whole
         common: dict[str, Any] = {
             "layers": g.layers,
             "kv_heads": g.kv_heads,
@@ -130,16 +132,16 @@ def _group(request: Request) -> Plan:
 
 def _default_selection(request: Request) -> Selection:
     """`SELECTION`, no larger than the context, the keys and the batch make use of."""
-    g, unit = request.geometry, 4 if request.group_tokens is None else request.group_tokens
+    g = request.geometry
+    unit = max(1, request.group_size if request.group_tokens is None else request.group_tokens)
     context = g.context_limit if request.max_context is None else request.max_context
-    groups = max(1, -(-context // max(unit, 1)))
+    groups = max(1, -(-context // unit))
     pinned = SELECTION.sink_groups + SELECTION.recent_groups
     selected = max(pinned, min(SELECTION.selected_groups, groups))
     slots = max(pinned, min(SELECTION.reuse_slots, groups))
-    if (
-        request.platform == "tpu"
-    ):  # slots, and one more for padding, fill whole tiles: they would be padded to that
-        tile = math.lcm(_TPU_LANES, max(unit, 1)) // max(unit, 1)
+    if request.platform == "tpu":
+        # Slots, and one more for padding, fill whole tiles: they would be padded to that.
+        tile = math.lcm(_TPU_LANES, unit) // unit
         slots = -(-(slots + 1) // tile) * tile - 1
     # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
     largest = max(8, -(-request.batch * selected // 4))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swapkv_jax.errors import PlanError
+from swapkv_jax.errors import PlanError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan
@@ -94,9 +94,9 @@ def make_plan(
 
 
 def choose_plan(request: Request, rates: Rates = UNKNOWN, max_overhead: float = MAX_OVERHEAD) -> Choice:
-    """As `make_plan`, with what was considered."""
+    """As `make_plan`, with what was considered. Raises UsageError for a `max_overhead` below 0, too."""
     if not max_overhead >= 0:
-        raise PlanError(f"--max-overhead must be 0 or more, not {max_overhead}; 0.3 allows 30 %")
+        raise UsageError(f"--max-overhead must be 0 or more, not {max_overhead}; 0.3 allows 30 %")
     considered = _considered(request, rates)
     fitting = [candidate for candidate in considered if not candidate.short]
     if not fitting:

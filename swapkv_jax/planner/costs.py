@@ -59,10 +59,11 @@ class Rates:
 
     @classmethod
     def of(cls, device: Device) -> Rates:
-        """The rates of a device's description."""
+        """The rates of a device's description. Where memory is shared, a copy reads it and writes it."""
+        memory = float(device.memory_bandwidth.value)
         return cls(
-            link=None if device.link is None else float(device.link.value),
-            memory=float(device.memory_bandwidth.value),
+            link=memory / 2 if device.link is None else float(device.link.value),
+            memory=memory,
             disk=DescribedDisk(bandwidth=device.disk.bandwidth, read_s=device.disk.read_s),
             source=f"the description of {device.name}",
         )
