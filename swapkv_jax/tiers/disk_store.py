@@ -2,19 +2,20 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.tiers.catalog import RESERVE_BYTES, Catalog, SessionEntry
 from swapkv_jax.tiers.direct_io import PAGE, IoCounters, IoCounts, Syscalls, probe_direct
 from swapkv_jax.tiers.eviction import SequenceOrder
 from swapkv_jax.tiers.header import HEADER_BYTES, Header, extent_bytes
 from swapkv_jax.tiers.record import record_stride
 from swapkv_jax.tiers.sequence_file import SequenceFile
-from swapkv_jax.tiers.store_directory import StoreDirectory
+from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
 
 
 def planned_file_bytes(layers: int, groups: int, payload_bytes: int, alignment: int = PAGE) -> int:
@@ -31,6 +32,9 @@ class DiskStore:
     directory, whoever left it. Files in use are locked, so several processes may share a directory.
 
     Ephemeral sequences go with the store that made them; if it was killed, the next store sweeps them.
+
+    Where the directory has a catalogue of sessions, past ones are evicted too, whole and after all past sequences:
+    these can be made again, a conversation cannot.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DiskStore:
         self._counters = IoCounters()
         self._order = SequenceOrder()
         self._files: dict[str, SequenceFile] = {}
+        self._catalog: Catalog | None = None
         self._directory = StoreDirectory(directory, self._syscalls)
         try:
             with self._directory.exclusive():
@@ -82,6 +87,10 @@ class DiskStore:
         """Where the files are."""
         return self._directory.path
 
+    def path(self, sequence: str) -> Path:
+        """Where a sequence is stored, or would be."""
+        return self._directory.file(sequence)
+
     @property
     def bytes_used(self) -> int:
         """Real bytes of all files in the directory, leftovers and other processes' included."""
@@ -104,7 +113,7 @@ class DiskStore:
 
     @property
     def past(self) -> tuple[str, ...]:
-        """Other sequences in the directory, next victim first."""
+        """Other sequences in the directory, next victim first; sessions are not among them."""
         return self._order.past
 
     def __contains__(self, sequence: str) -> bool:
@@ -122,12 +131,14 @@ class DiskStore:
         alignment: int | None = None,
         meta: Mapping[str, Any] | None = None,
         ephemeral: bool = True,
+        shared: bool = False,
     ) -> SequenceFile:
         """A new, active sequence with room for `prompt_groups` groups of `group_tokens` tokens in each layer.
 
         `payload_bytes` is K and V of one group of one layer. `max_groups` caps later growth. Records are
         aligned to what the filesystem takes unless `alignment` fixes it, as a plan made ahead of any disk
-        does. `meta` (JSON values) is kept in the header for the caller.
+        does. `meta` (JSON values) is kept in the header for the caller. A `shared` one may be opened by others who
+        share it, and only read, at the same time.
 
         Raises:
             UsageError: `alignment` is too fine for O_DIRECT here.
@@ -170,7 +181,7 @@ class DiskStore:
                 raise _cannot("create", path, error) from error
             self._order.activate(sequence)
             try:
-                self._syscalls.try_lock(descriptor)
+                self._syscalls.try_lock(descriptor, shared=shared)
                 file = self._attach(path, header, descriptor)
                 file.initialise(prompt_groups)
             except BaseException:
@@ -187,8 +198,9 @@ class DiskStore:
         layers: int | None = None,
         group_tokens: int | None = None,
         payload_bytes: int | None = None,
+        shared: bool = False,
     ) -> SequenceFile:
-        """A stored sequence, active again. Sizes that are given must be the file's.
+        """A stored sequence, active again. Sizes that are given must be the file's; `shared` is as in `create`.
 
         Raises:
             TierError: missing, in use elsewhere, damaged, truncated, or of another format, model or size.
@@ -211,7 +223,7 @@ class DiskStore:
             except OSError as error:
                 raise _cannot("open", path, error) from error
             try:
-                if not self._syscalls.try_lock(descriptor):
+                if not self._syscalls.try_lock(descriptor, shared=shared):
                     raise TierError(
                         f"{path} is in use by another process; wait for it or use another sequence"
                     )
@@ -271,13 +283,150 @@ class DiskStore:
                     self._remove(file.sequence)
                 else:
                     self._files.pop(file.sequence).close()
+            if self._catalog is not None:
+                self._catalog.close()
         self._directory.close()
 
-    def _make_room(self, nbytes: int, keep: str) -> None:
-        """Evict past sequences until `nbytes` more fit the limit; evict none where that is not enough."""
+    # ---- sessions ------------------------------------------------------------------------------------
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Keep other threads and processes from changing anything in the directory. Reentrant."""
+        return self._directory.exclusive()
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """`exclusive`, with room for `nbytes` more of any file.
+
+        Raises:
+            TierError: the limit leaves no room.
+        """
+        with self._directory.exclusive():
+            self._make_room(nbytes)
+            yield
+
+    def catalog(self) -> Catalog:
+        """The directory's catalogue of sessions, made where it is missing. For use inside `exclusive`.
+
+        Raises:
+            TierError: it is damaged, or there is no room for it.
+        """
+        with self._directory.exclusive():
+            if self._catalog is None:
+                if not Catalog.exists(self.directory):
+                    self._make_room(RESERVE_BYTES)
+                self._catalog = Catalog(self.directory)
+            return self._catalog
+
+    def sync_directory(self) -> None:
+        """Wait until the names of new files are on the disk.
+
+        Raises:
+            TierError: the disk says they are not.
+        """
+        self._directory.sync()
+
+    def lock(self, name: str) -> int | None:
+        """See `StoreDirectory.lock`."""
+        return self._directory.lock(name)
+
+    def unlock(self, descriptor: int) -> None:
+        """See `StoreDirectory.lock`."""
+        self._directory.unlock(descriptor)
+
+    def forget_session(self, entry: SessionEntry) -> int:
+        """Delete a session that nobody uses, and what of its files no other has. Returns the bytes that frees."""
+        catalog = self.catalog()
+        with catalog.transaction(durable=False):
+            catalog.remove(entry.id)
+        catalog.checkpoint()
+        self._directory.forget_lock(session_lock(entry.id))
+        return self.delete_unused()
+
+    def delete_unused(self) -> int:
+        """Delete the committed files that no session has groups in. Returns the bytes that frees."""
+        catalog, freed = self.catalog(), 0
+        unused = [file for file in catalog.unused_files() if file not in self or self._evictable(file)]
+        for file in unused:
+            freed += self.size(file)
+            self._remove(file)
+        if unused:
+            with catalog.transaction(durable=False):
+                catalog.remove_files(unused)
+        return freed
+
+    def session_idle(self, entry: SessionEntry) -> bool:
+        """Whether nobody has the session open. True stays true inside `exclusive`."""
+        descriptor = self._directory.lock(session_lock(entry.id))
+        if descriptor is None:
+            return False
+        self._directory.unlock(descriptor)
+        return True
+
+    def session_files(self) -> list[str]:
+        """The files in the directory that are parts of sessions, or were."""
+        return self._directory.session_files()
+
+    def idle(self, sequence: str) -> bool:
+        """Whether a sequence exists and nobody has it open. True stays true inside `exclusive`."""
+        return self._directory.idle(sequence)
+
+    def size(self, sequence: str) -> int:
+        """Real bytes of a sequence; 0 if it is missing."""
+        return self._directory.size(sequence) if sequence in self else 0
+
+    def forget_locks(self, sessions: Iterable[int]) -> None:
+        """Remove locks of sessions that are not among these."""
+        self._directory.forget_locks({session_lock(session) for session in sessions})
+
+    def shrink(self, nbytes: int) -> list[str]:
+        """Evict past sequences and sessions until everything takes `nbytes`. Returns the sessions' names.
+
+        Raises:
+            TierError: that is not enough; what could be evicted is.
+        """
+        with self._directory.exclusive():
+            catalog = self.catalog()
+            catalog.compact()
+            self._note_past()
+            for sequence in self._order.past:
+                if self.bytes_used <= nbytes:
+                    break
+                if self._evictable(sequence):
+                    self._remove(sequence)
+            names = []
+            if (over := self.bytes_used - nbytes) > 0:
+                for session in catalog.victims(over, self.session_idle, self.size)[0]:
+                    self.forget_session(session)
+                    names.append(session.name)
+                catalog.compact()
+            if (over := self.bytes_used - nbytes) > 0:
+                raise TierError(
+                    f"{self.directory} still takes {format_bytes(over)} more than {format_bytes(nbytes)}: the rest "
+                    f"is in use or not the store's; close its sessions, or allow more"
+                )
+            return names
+
+    # ---- room ----------------------------------------------------------------------------------------
+
+    def _missing(self, nbytes: int) -> int:
+        """Bytes that the limit lacks for `nbytes` more."""
+        assert self.limit_bytes is not None
+        used = self.bytes_used + nbytes
+        if self._catalog is not None:
+            used += self._catalog.pending_bytes + RESERVE_BYTES
+        return used - self.limit_bytes
+
+    def _make_room(self, nbytes: int, keep: str | None = None) -> None:
+        """Evict past sequences, then past sessions, until `nbytes` more fit the limit; evict none where that is
+        not enough."""
         if self.limit_bytes is None:
             return
-        missing = self.bytes_used + nbytes - self.limit_bytes
+        if Catalog.exists(self.directory):
+            self.catalog()
+        missing = self._missing(nbytes)
+        if missing > 0 and self._catalog is not None:
+            self._catalog.checkpoint()
+            missing = self._missing(nbytes)
         if missing <= 0:
             return
         self._note_past()
@@ -288,15 +437,22 @@ class DiskStore:
                 freed[sequence] = self._directory.size(sequence)
             return sum(freed.values()) >= missing
 
-        if self._order.victims(suffices, keep={keep}) is None:
+        sessions: list[SessionEntry] = []
+        if self._order.victims(suffices, keep={keep} if keep else ()) is None:
             short = missing - sum(freed.values())
-            raise TierError(
-                f"the disk store in {self.directory} is full: needs {format_bytes(nbytes)}, limit "
-                f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its "
-                f"{len(freed)} past sequences; raise --disk-space or lower --max-context"
-            )
+            if self._catalog is not None:
+                sessions, gained = self._catalog.victims(short, self.session_idle, self.size)
+                short -= gained
+            if short > 0:
+                raise TierError(
+                    f"the disk store in {self.directory} is full: needs {format_bytes(nbytes)}, limit "
+                    f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its "
+                    f"{len(freed)} past sequences{_and_sessions(sessions)}; raise --disk-space or lower --max-context"
+                )
         for sequence in freed:
             self._remove(sequence)
+        for session in sessions:
+            self.forget_session(session)
 
     def _evictable(self, sequence: str) -> bool:
         return sequence in self._files or self._directory.idle(sequence)
@@ -336,6 +492,15 @@ class DiskStore:
             self._files.pop(sequence).close()
         else:
             self._syscalls.close(descriptor)
+
+
+def session_lock(session: int) -> str:
+    """The name whose lock whoever has a session open holds."""
+    return f"{SESSION_PREFIX}{session}"
+
+
+def _and_sessions(sessions: list[SessionEntry]) -> str:
+    return f" and {len(sessions)} past sessions" if sessions else ""
 
 
 def _with_metadata(nbytes: int) -> int:

@@ -171,12 +171,20 @@ class SequenceFile:
         return pieces
 
     def write(
-        self, layer: int, first_group: int, records: np.ndarray, *, last_valid: int | None = None
+        self,
+        layer: int,
+        first_group: int,
+        records: np.ndarray,
+        *,
+        last_valid: int | None = None,
+        nonce: int | None = None,
     ) -> None:
         """Seal and write the groups of one layer from `first_group` on, one system call per run.
 
         `records` is uint8 `[n, stride]` as `buffer` gives, payloads filled in; padding and footers are
         written into it. Every group is full but for the last, which holds `last_valid` tokens if given.
+        `nonce` seals them in place of the file's own, for a place that is written more than once: a reader who
+        knows which writing it wants is never given another.
 
         Raises:
             TierError: no room, or the write keeps failing.
@@ -195,18 +203,21 @@ class SequenceFile:
             header.payload_bytes,
             layer=layer,
             first_group=first_group,
-            nonce=header.nonce,
+            nonce=header.nonce if nonce is None else nonce,
             valid=valid,
         )
         for run in self.runs(layer, first_group, len(records)):
             start = run.first_group - first_group
             self._records.write(records[start : start + run.groups].reshape(-1), run.file_offset)
 
-    def read(self, layer: int, first_group: int, groups: int, out: np.ndarray) -> np.ndarray:
+    def read(
+        self, layer: int, first_group: int, groups: int, out: np.ndarray, *, nonces: np.ndarray | None = None
+    ) -> np.ndarray:
         """Fill `out` (uint8 `[groups, stride]`, aligned) with verified records, one system call per run.
 
         Returns how many tokens each group holds, uint32 `[groups]`. A record that does not verify is read
-        once more before it is given up.
+        once more before it is given up. `nonces` `[groups]` are what the records must be sealed with, if not
+        with the file's own.
 
         Raises:
             TierError: the read keeps failing, or a record is damaged, missing or another's. `out` must then
@@ -221,7 +232,7 @@ class SequenceFile:
             start = run.first_group - first_group
             rows = out[start : start + run.groups]
             self._records.read(rows.reshape(-1), run.file_offset)
-            self._verify(layer, run, rows)
+            self._verify(layer, run, rows, None if nonces is None else nonces[start : start + run.groups])
         return record.valid_tokens(out)
 
     def offsets(self, layer: int, groups: np.ndarray) -> np.ndarray:
@@ -248,7 +259,7 @@ class SequenceFile:
         index = layer * counts[extent] + groups - firsts[extent]
         return starts[extent] + index * header.stride
 
-    def reread(self, layer: int, group: int, out: np.ndarray) -> None:
+    def reread(self, layer: int, group: int, out: np.ndarray, *, nonce: int | None = None) -> None:
         """Read one record, uint8 `[1, stride]`, that did not arrive or verify; what fails again is given up.
 
         Raises:
@@ -257,7 +268,8 @@ class SequenceFile:
         (run,) = self.runs(layer, group, 1)
         self._counters.add(retries=1)
         self._records.read(out.reshape(-1), run.file_offset)
-        if record.damaged(out, layer=layer, groups=np.array([group]), nonces=self.header.nonce).size:
+        nonce = self.header.nonce if nonce is None else nonce
+        if record.damaged(out, layer=layer, groups=np.array([group]), nonces=nonce).size:
             raise TierError(
                 f"stored record of layer {layer}, group {group} in {self.path} is damaged or was never "
                 f"written; delete the file or decode again without this session"
@@ -310,10 +322,11 @@ class SequenceFile:
         self._copies_agree = False
         self.header = header
 
-    def _verify(self, layer: int, run: Run, rows: np.ndarray) -> None:
+    def _verify(self, layer: int, run: Run, rows: np.ndarray, nonces: np.ndarray | None) -> None:
         groups = np.arange(run.first_group, run.first_group + run.groups)
-        for index in record.damaged(rows, layer=layer, groups=groups, nonces=self.header.nonce):
-            self.reread(layer, int(groups[index]), rows[index : index + 1])
+        expected = np.full(run.groups, self.header.nonce, np.uint64) if nonces is None else nonces
+        for index in record.damaged(rows, layer=layer, groups=groups, nonces=expected):
+            self.reread(layer, int(groups[index]), rows[index : index + 1], nonce=int(expected[index]))
 
     def _check_buffer(self, records: np.ndarray) -> None:
         if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != self.stride:

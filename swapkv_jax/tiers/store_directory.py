@@ -14,7 +14,11 @@ from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.tiers.direct_io import PROBE_PREFIX, Syscalls
 from swapkv_jax.tiers.header import HEADER_BYTES, Header, HeaderError, decode
 
+SESSION_PREFIX = "session:"
+"""Sequences named so are parts of sessions: the catalogue says whose, and only it says whether they may go."""
+
 _SUFFIX = ".kv"
+_LOCK_SUFFIX = ".lock"
 _LONGEST_NAME = 200
 
 
@@ -85,10 +89,55 @@ class StoreDirectory:
         return self.file(sequence).stat().st_blocks * 512
 
     def sequences(self) -> list[str]:
-        """All stored sequences, least recently finished first."""
+        """All stored sequences but the parts of sessions, least recently finished first."""
         entries = [entry for entry in self._entries() if entry.name.endswith(_SUFFIX)]
         entries.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
-        return [unquote(entry.name.removesuffix(_SUFFIX)) for entry in entries]
+        names = (unquote(entry.name.removesuffix(_SUFFIX)) for entry in entries)
+        return [name for name in names if not name.startswith(SESSION_PREFIX)]
+
+    def session_files(self) -> list[str]:
+        """All parts of sessions, those that no session has any more included."""
+        names = (unquote(e.name.removesuffix(_SUFFIX)) for e in self._entries() if e.name.endswith(_SUFFIX))
+        return [name for name in names if name.startswith(SESSION_PREFIX)]
+
+    def lock(self, name: str) -> int | None:
+        """Locks a name, which needs no file of its own, for this process alone: a descriptor to `close`, or None
+        if somebody has it. Call inside `exclusive`.
+
+        Raises:
+            TierError: the lock's file cannot be made.
+        """
+        path = self.path / (quote(name, safe="") + _LOCK_SUFFIX)
+        try:
+            descriptor = self._syscalls.open(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise TierError(
+                f"cannot lock {path}: errno {error.errno}, {error.strerror}; free some space, or choose "
+                f"another --store-dir"
+            ) from error
+        if self._syscalls.try_lock(descriptor):
+            return descriptor
+        self._syscalls.close(descriptor)
+        return None
+
+    def unlock(self, descriptor: int) -> None:
+        """Gives back what `lock` gave."""
+        self._syscalls.close(descriptor)
+
+    def forget_lock(self, name: str) -> None:
+        """Removes what `lock` left behind. Call inside `exclusive`, with nobody else holding it."""
+        (self.path / (quote(name, safe="") + _LOCK_SUFFIX)).unlink(missing_ok=True)
+
+    def forget_locks(self, keep: set[str]) -> None:
+        """Removes what `lock` left of other names, unless somebody holds it. Call inside `exclusive`."""
+        for entry in self._entries():
+            name = unquote(entry.name.removesuffix(_LOCK_SUFFIX))
+            if not entry.name.endswith(_LOCK_SUFFIX) or name in keep:
+                continue
+            descriptor = self.lock(name)
+            if descriptor is not None:
+                self.forget_lock(name)
+                self.unlock(descriptor)
 
     def idle(self, sequence: str) -> bool:
         """Whether the file exists and nobody has it open. True stays true inside `exclusive`."""
@@ -125,6 +174,19 @@ class StoreDirectory:
             ) from error
         except HeaderError as error:
             raise TierError(f"{path} {error}") from error
+
+    def sync(self) -> None:
+        """Wait until the directory itself is on the disk.
+
+        Raises:
+            TierError: the disk says it is not.
+        """
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise TierError(
+                f"cannot flush {self.path}: errno {error.errno}, {error.strerror}; check the disk"
+            ) from error
 
     def close(self) -> None:
         """Let go of the directory; harmless when repeated."""

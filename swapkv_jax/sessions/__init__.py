@@ -1,0 +1,16 @@
+"""Durable sessions: conversations whose keys and values outlive the process, on disk, for every cache policy."""
+
+from swapkv_jax.sessions.identity import FORMAT_VERSION, Identity
+from swapkv_jax.sessions.layout import SESSION_GROUP
+from swapkv_jax.sessions.session import Session
+from swapkv_jax.sessions.store import Durability, SessionInfo, SessionStore
+
+__all__ = [
+    "FORMAT_VERSION",
+    "SESSION_GROUP",
+    "Durability",
+    "Identity",
+    "Session",
+    "SessionInfo",
+    "SessionStore",
+]

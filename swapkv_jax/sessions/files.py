@@ -1,0 +1,108 @@
+"""The files that sessions share: each open once, whoever reads it here, and closed when nobody does."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+
+import numpy as np
+
+from swapkv_jax.sessions.cipher import Cipher
+from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
+from swapkv_jax.tiers import DiskStore, SequenceFile
+from swapkv_jax.tiers.catalog import Span
+from swapkv_jax.tiers.store_directory import SESSION_PREFIX
+
+
+class SessionFiles:
+    """Creates, opens, writes and reads the files of a store's sessions."""
+
+    def __init__(self, disk: DiskStore, layout: Layout, cipher: Cipher) -> None:
+        self.disk, self.layout, self.cipher = disk, layout, cipher
+        self._payload_bytes = layout.payload_bytes + cipher.overhead
+        self._uses: Counter[str] = Counter()
+
+    def create(self, groups: int) -> SequenceFile:
+        """A new file with room for `groups` groups.
+
+        Raises:
+          TierError: the disk or its limit has no room.
+        """
+        name = f"{SESSION_PREFIX}{secrets.token_hex(8)}"
+        file = self.disk.create(
+            name,
+            layers=self.layout.layers,
+            group_tokens=SESSION_GROUP,
+            payload_bytes=self._payload_bytes,
+            prompt_groups=groups,
+            ephemeral=False,
+            shared=True,
+        )
+        self._uses[name] += 1
+        return file
+
+    def open(self, name: str) -> SequenceFile:
+        """A stored file, until `release`.
+
+        Raises:
+          TierError: missing, damaged or truncated.
+        """
+        file = self.disk.open(
+            name,
+            layers=self.layout.layers,
+            group_tokens=SESSION_GROUP,
+            payload_bytes=self._payload_bytes,
+            shared=True,
+        )
+        self._uses[name] += 1
+        return file
+
+    def release(self, name: str) -> None:
+        """Ends one use of a file."""
+        self._uses[name] -= 1
+        if not self._uses[name]:
+            del self._uses[name]
+            self.disk.finish(name)
+
+    def lost(self, name: str, size: int) -> str | None:
+        """Why a file of at least `size` bytes cannot be what was committed, if it is plain to see."""
+        path = self.disk.path(name)
+        try:
+            actual = path.stat().st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        return None if actual >= size else f"{path} is truncated: {actual} bytes, {size - actual} short"
+
+    def write(self, file: SequenceFile, layer: int, first: int, records: np.ndarray, nonce: int) -> None:
+        """Seals and writes records `[n, stride]` to the places from `first` on.
+
+        Raises:
+          TierError: no room, or the write keeps failing.
+        """
+        self.cipher.seal_records(records, self.layout.payload_bytes, nonce=nonce, layer=layer, first=first)
+        file.write(layer, first, records, nonce=nonce)
+
+    def read(self, file: SequenceFile, layer: int, first: int, nonces: np.ndarray, out: np.ndarray) -> None:
+        """Fills `out` `[n, stride]` with verified records, sealed with `nonces` `[n]`, from `first` on.
+
+        Raises:
+          TierError: the read keeps failing, or a record is damaged, missing or another's.
+        """
+        file.read(layer, first, len(out), out, nonces=nonces)
+        self.cipher.open_records(out, self.layout.payload_bytes, nonces=nonces, layer=layer, first=first)
+
+
+def clip(spans: tuple[Span, ...], groups: int) -> tuple[Span, ...]:
+    """The spans of the first `groups` groups."""
+    kept = []
+    for span in spans:
+        if groups <= 0:
+            break
+        kept.append(span._replace(groups=min(span.groups, groups)))
+        groups -= span.groups
+    return tuple(kept)
+
+
+def count(spans: tuple[Span, ...]) -> int:
+    """Groups in all."""
+    return sum(span.groups for span in spans)

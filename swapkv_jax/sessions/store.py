@@ -1,0 +1,344 @@
+"""The sessions of one model in a store's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from swapkv_jax.errors import TierError, UsageError
+from swapkv_jax.sessions.cipher import Cipher, Plain
+from swapkv_jax.sessions.contents import bind, common_prefix, token_ids
+from swapkv_jax.sessions.files import SessionFiles, clip, count
+from swapkv_jax.sessions.identity import Identity
+from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
+from swapkv_jax.sessions.session import Durability, Session
+from swapkv_jax.sessions.sweep import shorten_lost, sweep
+from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
+from swapkv_jax.tiers.catalog import Catalog, SessionContents, SessionEntry
+from swapkv_jax.tiers.disk_store import session_lock
+
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionInfo:
+    """What is known of a session without opening it. Times are seconds since the epoch.
+
+    Attributes:
+      tokens: committed. stored: of those, how many have K and V.
+      own_bytes: on disk in files that no other session uses: what deleting it frees. shared_bytes: in others.
+      in_use: somebody has it open.
+    """
+
+    name: str
+    identity: Identity
+    encrypted: bool
+    tokens: int
+    stored: int
+    own_bytes: int
+    shared_bytes: int
+    created: float
+    last_use: float
+    in_use: bool
+
+
+class SessionStore:
+    """Finds, makes, forks and deletes sessions. Any number of processes may use one directory at once.
+
+    Attributes:
+      notes: lines the user should see: what a crash left, what was lost, why nothing was found to start from. The
+        caller empties it.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        identity: Identity,
+        limit_bytes: int | None = None,
+        durability: Durability = "close",
+        syscalls: Syscalls | None = None,
+        cipher: Cipher | None = None,
+    ) -> None:
+        """Opens or makes the store and clears away what killed processes left.
+
+        Args:
+          identity: of the model; sessions of others are neither opened nor shared from.
+          limit_bytes: what everything in the directory may take, the catalogue included.
+          durability: when a commit waits for the disk, and so survives a loss of power: never ("none"), the last
+            one ("close"), or each time ("group"). A killed process loses nothing committed in any case.
+          cipher: encrypts what is written; only sessions of the same cipher and key are opened or shared from.
+
+        Raises:
+          UsageError: the directory cannot be made or written.
+          TierError: the catalogue is damaged, or the limit leaves no room for one.
+        """
+        self.identity = identity
+        self.durability: Durability = durability
+        self.notes: list[str] = []
+        self._cipher = cipher or Plain()
+        self._open: dict[str, tuple[Session, int]] = {}
+        self._disk = DiskStore(
+            directory, limit_bytes=limit_bytes, fingerprint=identity.fingerprint, syscalls=syscalls
+        )
+        self._files = SessionFiles(self._disk, Layout.of(identity), self._cipher)
+        try:
+            self.notes.extend(sweep(self._disk))
+        except BaseException:
+            self._disk.close()
+            raise
+        if self._disk.support.note is not None:
+            self.notes.append(self._disk.support.note)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """Where everything is."""
+        return self._disk.directory
+
+    @property
+    def bytes_used(self) -> int:
+        """Real bytes of everything in the directory."""
+        return self._disk.bytes_used
+
+    @property
+    def counts(self) -> IoCounts:
+        """Records moved so far, by all sessions of this store."""
+        return self._disk.counts
+
+    def open(self, name: str, tokens: Sequence[int] | None = None) -> Session:
+        """The session of that name, locked until it is closed; a new one where there is none.
+
+        A new one starts with the longest prefix of `tokens` in whole groups that any session of this model has, by
+        comparing token ids; nothing is copied. Without a commit it is gone when it is closed.
+
+        Raises:
+          UsageError: a name that cannot be.
+          TierError: in use, of another model or key, or damaged.
+        """
+        if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            raise UsageError(
+                f"session name {name!r} must be 1 to {_LONGEST_NAME} printable characters; choose another"
+            )
+        with self._disk.exclusive():
+            entry = self._disk.catalog().entry(name)
+            if entry is not None and not entry.committed and self._disk.session_idle(entry):
+                self._disk.forget_session(entry)  # its process was killed before it came to anything
+                entry = None
+            if entry is None:
+                entry = self._new(name, tokens or ())
+            self._check_own(entry)
+            lock = self._disk.lock(session_lock(entry.id))
+            if lock is None:
+                raise TierError(
+                    f"session {name!r} is in use by another process; wait for it to end, or fork the session"
+                )
+            try:
+                entry, lost = shorten_lost(self._disk, self._files, entry)
+                self.notes.extend(lost)
+                contents = self._disk.catalog().contents(entry)
+                session = Session(self._files, entry, contents, self.durability, self._closed)
+            except BaseException:
+                self._disk.unlock(lock)
+                raise
+            self._open[name] = session, lock
+            return session
+
+    def fork(self, source: str, name: str) -> None:
+        """A second session that starts as the first was last committed. Their keys and values are shared.
+
+        Raises:
+          UsageError: the source does not exist, or the name does.
+          TierError: the source is of another model or key, or damaged; or there is no room.
+        """
+        with self._disk.exclusive():
+            entry = self._committed(source)
+            catalog = self._disk.catalog()
+            if catalog.entry(name) is not None:
+                raise UsageError(f"there is a session {name!r} already; delete it or choose another name")
+            self._check_own(entry)
+            contents = catalog.contents(entry)
+            contents = self._renamed(contents, entry, name)
+            with self._disk.room(contents.growth), catalog.transaction(durable=self.durability != "none"):
+                copy = catalog.add(
+                    name, entry.identity, entry.cipher, contents, entry.stored, entry.token_count
+                )
+                catalog.save(copy, contents, stored=entry.stored, tokens=entry.token_count)
+
+    def list(self) -> list[SessionInfo]:
+        """All committed sessions in the directory, other models' included, least recently used first.
+
+        Raises:
+          TierError: the catalogue is damaged.
+        """
+        with self._disk.exclusive():
+            return session_infos(self._disk)
+
+    def delete(self, name: str) -> int:
+        """Deletes a session; what others share stays. Returns the bytes that frees.
+
+        Raises:
+          UsageError: there is none of that name.
+          TierError: it is in use.
+        """
+        with self._disk.exclusive():
+            entry = self._committed(name)
+            if not self._disk.session_idle(entry):
+                raise TierError(f"session {name!r} is in use; close it, or wait for its process to end")
+            return self._disk.forget_session(entry)
+
+    def gc(self, byte_budget: int) -> list[str]:
+        """Deletes past sessions, least recently used first, until everything takes at most `byte_budget` bytes, and
+        returns their names. What is in use stays.
+
+        Raises:
+          TierError: that is not enough.
+        """
+        return self._disk.shrink(byte_budget)
+
+    def close(self) -> None:
+        """Closes every session; harmless when repeated."""
+        for session, _ in list(self._open.values()):
+            session.close()
+        self._disk.close()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _closed(self, session: Session) -> None:
+        _, lock = self._open.pop(session.name)
+        with self._disk.exclusive():
+            catalog = self._disk.catalog()
+            try:
+                if session.committed:
+                    with catalog.transaction(durable=False):
+                        catalog.touch(session.id)
+                else:
+                    entry = catalog.entry(session.name)
+                    assert entry is not None
+                    self._disk.forget_session(entry)
+            finally:
+                self._disk.unlock(lock)
+
+    def _committed(self, name: str) -> SessionEntry:
+        entry = self._disk.catalog().entry(name)
+        if entry is None or not entry.committed:
+            names = ", ".join(repr(e.name) for e in self._disk.catalog().entries() if e.committed)
+            raise UsageError(f"no session {name!r} in {self.directory}; there are {names or 'none'}")
+        return entry
+
+    def _check_own(self, entry: SessionEntry) -> None:
+        identity = Identity.from_json(entry.identity)
+        if identity != self.identity:
+            raise TierError(
+                f"session {entry.name!r} was made with {self.identity.difference(identity)}; use that model, or "
+                f"another session name"
+            )
+        if entry.cipher != self._cipher.name:
+            how = "with another key" if entry.cipher and self._cipher.name else "" if entry.cipher else "not "
+            raise TierError(
+                f"session {entry.name!r} is {how if how != 'with another key' else ''}encrypted"
+                f"{' ' + how if how == 'with another key' else ''}; give its key, or another session name"
+            )
+
+    def _new(self, name: str, tokens: Sequence[int]) -> SessionEntry:
+        """A row for a new session, with what it can share."""
+        catalog = self._disk.catalog()
+        contents, stored = self._shared_prefix(catalog, np.array(tokens, np.int32))
+        seal = self._cipher.seal
+        contents = SessionContents(
+            tokens=seal(contents.tokens, bind(name, "tokens", stored)),
+            tail=seal(b"", bind(name, "tail", stored)),
+            state=seal(b"{}", bind(name, "state", stored)),
+            spans=contents.spans,
+        )
+        with self._disk.room(contents.growth), catalog.transaction(durable=False):
+            catalog.add(name, self.identity.to_json(), self._cipher.name, contents, stored, stored)
+        entry = catalog.entry(name)
+        assert entry is not None
+        return entry
+
+    def _shared_prefix(self, catalog: Catalog, tokens: np.ndarray) -> tuple[SessionContents, int]:
+        """The longest prefix of whole groups that is stored, and its tokens."""
+        best, longest = SessionContents(), 0
+        misses: dict[str, int] = {}
+        sizes = catalog.files()
+        for entry in catalog.entries():
+            if not entry.committed:
+                continue
+            if entry.identity != self.identity.to_json():
+                misses["of another model"] = misses.get("of another model", 0) + 1
+                continue
+            if entry.cipher != self._cipher.name:
+                misses["with another key"] = misses.get("with another key", 0) + 1
+                continue
+            try:
+                contents = catalog.contents(entry)
+                theirs = self._cipher.open(contents.tokens, bind(entry.name, "tokens", entry.token_count))
+            except TierError as error:
+                self.notes.append(f"not shared from: {error}")
+                continue
+            groups = min(common_prefix(tokens, token_ids(theirs)), entry.stored) // SESSION_GROUP
+            spans = clip(contents.spans, groups)
+            intact = [i for i, span in enumerate(spans) if self._files.lost(span.file, sizes[span.file])]
+            spans = spans[: intact[0]] if intact else spans
+            groups = count(spans)
+            if groups * SESSION_GROUP > longest:
+                longest = groups * SESSION_GROUP
+                best = SessionContents(tokens=tokens[:longest].astype("<i4").tobytes(), spans=spans)
+        if not longest and len(tokens) >= SESSION_GROUP:
+            others = ", ".join(f"{number} {why}" for why, number in misses.items())
+            self.notes.append(
+                f"no stored session begins with the prompt's first {SESSION_GROUP} tokens"
+                + (f" (not looked at: {others})" if others else "")
+            )
+        return best, longest
+
+    def _renamed(self, contents: SessionContents, entry: SessionEntry, name: str) -> SessionContents:
+        """The contents as a session of another name has them: encrypted values are bound to the name."""
+
+        def rebound(data: bytes, what: str, tokens: int) -> bytes:
+            plain = self._cipher.open(data, bind(entry.name, what, tokens))
+            return self._cipher.seal(plain, bind(name, what, tokens))
+
+        return SessionContents(
+            tokens=rebound(contents.tokens, "tokens", entry.token_count),
+            tail=rebound(contents.tail, "tail", entry.stored),
+            state=rebound(contents.state, "state", entry.token_count),
+            spans=contents.spans,
+        )
+
+
+def session_infos(disk: DiskStore) -> list[SessionInfo]:
+    """See `SessionStore.list`. Inside `exclusive`."""
+    catalog = disk.catalog()
+    infos = []
+    for entry in catalog.entries():
+        if not entry.committed:
+            continue
+        files = {span.file for span in catalog.spans(entry.id)}
+        own = {file for file in files if catalog.users(file) == [entry.id]}
+        size: Callable[[set[str]], int] = lambda some: sum(map(disk.size, some))  # noqa: E731
+        infos.append(
+            SessionInfo(
+                name=entry.name,
+                identity=Identity.from_json(entry.identity),
+                encrypted=bool(entry.cipher),
+                tokens=entry.token_count,
+                stored=entry.stored,
+                own_bytes=size(own),
+                shared_bytes=size(files - own),
+                created=entry.created,
+                last_use=entry.last_use,
+                in_use=not disk.session_idle(entry),
+            )
+        )
+    return infos

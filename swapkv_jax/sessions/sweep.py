@@ -1,0 +1,75 @@
+"""What a crash, a full disk or a careless hand left of sessions, put in order."""
+
+from __future__ import annotations
+
+from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.sessions.contents import bind
+from swapkv_jax.sessions.files import SessionFiles, count
+from swapkv_jax.sessions.layout import SESSION_GROUP
+from swapkv_jax.tiers import DiskStore
+from swapkv_jax.tiers.catalog import SessionContents, SessionEntry
+
+
+def sweep(disk: DiskStore) -> list[str]:
+    """Deletes sessions that were never committed and files that are no session's, unless somebody has them open.
+
+    Returns what the user should know of it.
+
+    Raises:
+      TierError: the catalogue is damaged.
+    """
+    notes, freed = [], 0
+    with disk.exclusive():
+        catalog = disk.catalog()
+        for entry in catalog.entries():
+            if not entry.committed and disk.session_idle(entry):
+                freed += disk.forget_session(entry)
+        freed += disk.delete_unused()
+        known = catalog.files()
+        for name in disk.session_files():
+            if name not in known and disk.idle(name):
+                freed += disk.size(name)
+                disk.delete(name)
+        disk.forget_locks(entry.id for entry in catalog.entries())
+    if freed:
+        notes.append(
+            f"{disk.directory}: {format_bytes(freed)} that an interrupted process left are free again"
+        )
+    return notes
+
+
+def shorten_lost(disk: DiskStore, files: SessionFiles, entry: SessionEntry) -> tuple[SessionEntry, list[str]]:
+    """Where a file of a locked session is missing or truncated, leaves it the keys and values before that file.
+
+    The token ids are all kept: the rest can be computed again. Returns the session as it is now, and what the user
+    should know. Inside `exclusive`.
+
+    Raises:
+      TierError: the catalogue is damaged.
+    """
+    catalog = disk.catalog()
+    sizes, spans = catalog.files(), catalog.spans(entry.id)
+    for i, span in enumerate(spans):
+        why = files.lost(span.file, sizes.get(span.file, 0))
+        if why is None:
+            continue
+        contents = catalog.contents(entry)
+        stored = count(spans[:i]) * SESSION_GROUP
+        shorter = SessionContents(
+            tokens=contents.tokens,
+            tail=files.cipher.seal(b"", bind(entry.name, "tail", stored)),
+            state=contents.state,
+            spans=spans[:i],
+        )
+        with disk.room(shorter.growth), catalog.transaction(durable=False):
+            catalog.save(
+                entry.id, shorter, stored=stored, tokens=entry.token_count, committed=entry.committed
+            )
+        note = (
+            f"session {entry.name!r} has lost the keys and values after token {stored} of {entry.token_count}, which "
+            f"are computed again: {why}"
+        )
+        shortened = catalog.entry(entry.name)
+        assert shortened is not None
+        return shortened, [note]
+    return entry, []

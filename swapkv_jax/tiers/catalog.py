@@ -1,0 +1,407 @@
+"""The catalogue of sessions: a SQLite database beside the files that sessions share.
+
+A session's row is sealed by a checksum over everything that decides which tokens it has and where their keys and
+values lie, since SQLite does not notice a flipped bit inside a value. Every call belongs inside the directory's
+`exclusive`, so that no two connections ever write, and what was looked up holds until it is acted upon.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from swapkv_jax.errors import TierError
+
+CATALOG_NAME = "catalog.sqlite"
+RESERVE_BYTES = 256 << 10
+"""Kept free under a limit wherever there is a catalogue: opening it and deleting from it must never have to wait."""
+
+_VERSION = 1
+_WAL_LIMIT = 4 << 20
+_LOGGED_PAGE, _PAGE_CONTENT = 4120, 4080
+_PAGES_TOUCHED = 24  # of B-trees, free list and header
+_SCHEMA = """
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice: locks are named by it
+    name TEXT UNIQUE NOT NULL,
+    identity TEXT NOT NULL,
+    cipher TEXT NOT NULL,
+    stored INTEGER NOT NULL,
+    token_count INTEGER NOT NULL,
+    committed INTEGER NOT NULL,
+    created REAL NOT NULL,
+    last_use REAL NOT NULL,
+    seal BLOB NOT NULL
+);
+CREATE TABLE contents (  -- apart, since SQLite rewrites a row as a whole
+    session INTEGER PRIMARY KEY REFERENCES sessions ON DELETE CASCADE,
+    tokens BLOB NOT NULL,
+    tail BLOB NOT NULL,
+    state BLOB NOT NULL
+);
+CREATE TABLE spans (
+    session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    ordinal INTEGER NOT NULL,
+    file TEXT NOT NULL,
+    first INTEGER NOT NULL,
+    groups INTEGER NOT NULL,
+    nonce INTEGER NOT NULL,
+    PRIMARY KEY (session, ordinal)
+) WITHOUT ROWID;
+CREATE INDEX spans_by_file ON spans (file);
+CREATE TABLE files (
+    file TEXT PRIMARY KEY,
+    owner INTEGER REFERENCES sessions ON DELETE SET NULL,
+    size INTEGER NOT NULL  -- bytes it must have at least
+) WITHOUT ROWID;
+"""
+
+
+class Span(NamedTuple):
+    """`groups` groups of a session: those from `first` on of a file, sealed with `nonce`."""
+
+    file: str
+    first: int
+    groups: int
+    nonce: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionEntry:
+    """What can be told of a session without reading what it holds. Times are seconds since the epoch."""
+
+    id: int
+    name: str
+    identity: str
+    cipher: str
+    stored: int
+    token_count: int
+    committed: bool
+    created: float
+    last_use: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionContents:
+    """What a session holds: `tokens` (int32, little-endian), the `tail` of its keys and values, the caller's
+    `state`, each as the session's cipher left it; and where its whole groups are."""
+
+    tokens: bytes = b""
+    tail: bytes = b""
+    state: bytes = b"{}"
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go into the catalogue."""
+        return len(self.tokens) + len(self.tail) + len(self.state) + 100 * len(self.spans)
+
+    @property
+    def growth(self) -> int:
+        """The most that storing it adds to the database and its log together."""
+        return 2 * _LOGGED_PAGE * (self.nbytes // _PAGE_CONTENT + _PAGES_TOUCHED)
+
+
+class Catalog:
+    """One connection to a directory's catalogue."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens the catalogue, or makes an empty one (mode 0600).
+
+        Raises:
+            TierError: it cannot be read, is damaged, or of another version.
+        """
+        self.path = directory / CATALOG_NAME
+        with self._explained("open"):
+            # SQLite would make it readable to others; what it puts beside the database takes this mode too.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
+        try:
+            with self._explained("open"):
+                self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        for pragma in ("journal_mode = WAL", "wal_autocheckpoint = 0", "foreign_keys = ON"):
+            self._db.execute(f"PRAGMA {pragma}")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            with self.transaction(durable=True):
+                for statement in filter(None, map(str.strip, _SCHEMA.split(";\n"))):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        elif version != _VERSION:
+            raise TierError(
+                f"{self.path} has version {version}, this package reads {_VERSION}; use the package that wrote it, "
+                f"or another --store-dir"
+            )
+
+    @staticmethod
+    def exists(directory: Path) -> bool:
+        """Whether the directory has a catalogue."""
+        return (directory / CATALOG_NAME).exists()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that the database may still grow by, from what was committed to the log beside it."""
+        try:
+            return Path(f"{self.path}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def entries(self) -> list[SessionEntry]:
+        """All sessions, least recently used first."""
+        return self._entries("ORDER BY last_use, id")
+
+    def entry(self, name: str) -> SessionEntry | None:
+        """The session of that name."""
+        found = self._entries("WHERE name = ?", name)
+        return found[0] if found else None
+
+    def contents(self, entry: SessionEntry) -> SessionContents:
+        """What a session holds.
+
+        Raises:
+            TierError: the row is not as it was written.
+        """
+        with self._explained("read"):
+            (seal,) = self._db.execute("SELECT seal FROM sessions WHERE id = ?", (entry.id,)).fetchone()
+            row = self._db.execute(
+                "SELECT tokens, tail, state FROM contents WHERE session = ?", (entry.id,)
+            ).fetchone()
+        contents = None
+        if row is not None and all(isinstance(part, bytes) for part in row):
+            tokens, tail, state = row
+            contents = SessionContents(tokens=tokens, tail=tail, state=state, spans=self.spans(entry.id))
+        if contents is None or seal != _seal(entry, contents):
+            raise TierError(
+                f"session {entry.name!r} is damaged in {self.path}; python -m swapkv_jax.store verify --repair puts "
+                f"it aside, then start it again"
+            )
+        return contents
+
+    def spans(self, session: int) -> tuple[Span, ...]:
+        """Where a session's groups are, in their order."""
+        rows = self._all(
+            "SELECT file, first, groups, nonce FROM spans WHERE session = ? ORDER BY ordinal", session
+        )
+        return tuple(Span(*row) for row in rows)
+
+    def files(self) -> dict[str, int]:
+        """Every file that was committed, and the bytes it must have at least."""
+        return dict(self._all("SELECT file, size FROM files"))
+
+    def owner(self, file: str) -> int | None:
+        """The session that may append to a file."""
+        rows = self._all("SELECT owner FROM files WHERE file = ?", file)
+        return rows[0][0] if rows else None
+
+    def committed_groups(self, file: str) -> int:
+        """The first group of a file from which on no session has any."""
+        ((groups,),) = self._all("SELECT MAX(first + groups) FROM spans WHERE file = ?", file)
+        return groups or 0
+
+    def users(self, file: str) -> list[int]:
+        """The sessions that have groups in a file."""
+        return [row[0] for row in self._all("SELECT DISTINCT session FROM spans WHERE file = ?", file)]
+
+    def unused_files(self) -> list[str]:
+        """Files that no session has groups in."""
+        rows = self._all("SELECT file FROM files WHERE file NOT IN (SELECT file FROM spans)")
+        return [row[0] for row in rows]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def transaction(self, *, durable: bool) -> Iterator[None]:
+        """All of the block's writes or none. A durable one has reached the disk when the block ends."""
+        with self._explained("write"):
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            if self.pending_bytes > _WAL_LIMIT:
+                self.checkpoint()
+
+    def add(
+        self, name: str, identity: str, cipher: str, contents: SessionContents, stored: int, tokens: int
+    ) -> int:
+        """A new session, not committed yet; its id. Inside a transaction."""
+        now = time.time()
+        row = self._db.execute(
+            "INSERT INTO sessions (name, identity, cipher, stored, token_count, committed, created, last_use, seal) "
+            "VALUES (?, ?, ?, 0, 0, 0, ?, ?, x'')",
+            (name, identity, cipher, now, now),
+        )
+        assert row.lastrowid is not None
+        self._db.execute("INSERT INTO contents VALUES (?, x'', x'', x'')", (row.lastrowid,))
+        self.save(row.lastrowid, contents, stored=stored, tokens=tokens, committed=False)
+        return row.lastrowid
+
+    def save(
+        self, session: int, contents: SessionContents, *, stored: int, tokens: int, committed: bool = True
+    ) -> None:
+        """Replaces what a session holds. Inside a transaction."""
+        kept = self.spans(session)
+        same = next((i for i, (a, b) in enumerate(zip(kept, contents.spans, strict=False)) if a != b), None)
+        same = min(len(kept), len(contents.spans)) if same is None else same
+        self._db.execute("DELETE FROM spans WHERE session = ? AND ordinal >= ?", (session, same))
+        rows = [(session, i, *span) for i, span in enumerate(contents.spans) if i >= same]
+        self._db.executemany("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._db.execute(
+            "UPDATE contents SET tokens = ?, tail = ?, state = ? WHERE session = ?",
+            (contents.tokens, contents.tail, contents.state, session),
+        )
+        self._db.execute(
+            "UPDATE sessions SET stored = ?, token_count = ?, committed = ?, last_use = ? WHERE id = ?",
+            (stored, tokens, committed, time.time(), session),
+        )
+        (entry,) = self._entries("WHERE id = ?", session)
+        self._db.execute("UPDATE sessions SET seal = ? WHERE id = ?", (_seal(entry, contents), session))
+
+    def touch(self, session: int) -> None:
+        """Used just now. Inside a transaction."""
+        self._db.execute("UPDATE sessions SET last_use = ? WHERE id = ?", (time.time(), session))
+
+    def remove(self, session: int) -> None:
+        """Forgets a session; its files are `unused_files` then, unless others have groups in them. Inside a
+        transaction."""
+        self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+
+    def add_file(self, file: str, owner: int, size: int) -> None:
+        """A file that a session appends to, or its new size. Inside a transaction."""
+        self._db.execute(
+            "INSERT INTO files VALUES (?, ?, ?) ON CONFLICT (file) DO UPDATE SET size = excluded.size",
+            (file, owner, size),
+        )
+
+    def remove_files(self, files: Collection[str]) -> None:
+        """Forgets files. Inside a transaction."""
+        self._db.executemany("DELETE FROM files WHERE file = ?", [(file,) for file in files])
+
+    def checkpoint(self) -> None:
+        """Moves what was committed from the log into the database, as far as no reader is in the way."""
+        with self._explained("write"):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def problems(self) -> list[str]:
+        """What SQLite's own check of the database's structure finds."""
+        try:
+            lines = [row[0] for row in self._db.execute("PRAGMA integrity_check(20)")]
+        except sqlite3.Error as error:
+            return [str(error)]
+        return [] if lines == ["ok"] else lines
+
+    def compact(self) -> None:
+        """Gives the database's unused pages back to the disk."""
+        with self._explained("write"):
+            self._db.execute("VACUUM")
+        self.checkpoint()
+
+    def close(self) -> None:
+        """Closes the connection; the last one moves the log into the database."""
+        with self._explained("close"):
+            self._db.close()
+
+    # ---- eviction ------------------------------------------------------------------------------------
+
+    def victims(
+        self, nbytes: int, evictable: Callable[[SessionEntry], bool], size: Callable[[str], int]
+    ) -> tuple[list[SessionEntry], int]:
+        """Past sessions whose end frees `nbytes`, least recently used first, and the bytes it does free.
+
+        Those that free nothing, as others in use have groups in all their files, are not among them. Where all of
+        them do not free enough, the bytes are less than `nbytes`.
+        """
+        free = [entry for entry in self.entries() if evictable(entry)]
+        going = {entry.id for entry in free}
+        left = Counter(
+            {file: len(users) for file in self.files() if (users := set(self.users(file))) <= going}
+        )
+        chosen, freed = [], 0
+        for entry in free:
+            if freed >= nbytes:
+                break
+            files = {span.file for span in self.spans(entry.id)} & left.keys()
+            if not files:
+                continue
+            chosen.append(entry)
+            left.subtract(files)
+            freed += sum(size(file) for file in files if left[file] == 0)
+        return chosen, freed
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _entries(self, condition: str, *values: object) -> list[SessionEntry]:
+        rows = self._all(
+            "SELECT id, name, identity, cipher, stored, token_count, committed, created, last_use FROM sessions "
+            + condition,
+            *values,
+        )
+        names = (
+            "id",
+            "name",
+            "identity",
+            "cipher",
+            "stored",
+            "token_count",
+            "committed",
+            "created",
+            "last_use",
+        )
+        return [SessionEntry(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def _all(self, statement: str, *values: object) -> list[tuple]:
+        with self._explained("read"):
+            return self._db.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _explained(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise TierError(
+                f"cannot {verb} {self.path}: {error}; free some space, check the disk, or choose another --store-dir"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise TierError(
+                f"cannot {verb} {self.path}: {error}; python -m swapkv_jax.store verify --repair saves what it can"
+            ) from error
+        except OSError as error:
+            raise TierError(
+                f"cannot {verb} {self.path}: errno {error.errno}, {error.strerror}; choose another --store-dir"
+            ) from error
+
+
+def _seal(entry: SessionEntry, contents: SessionContents) -> bytes:
+    """Checksum over all that decides what a session is, the times of its uses left out."""
+    digest = xxhash.xxh3_128()
+    numbers = (entry.id, entry.stored, entry.token_count, int(entry.committed))
+    parts: Sequence[bytes] = (
+        repr((entry.name, entry.identity, entry.cipher, numbers, contents.spans)).encode(),
+        contents.tokens,
+        contents.tail,
+        contents.state,
+    )
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
