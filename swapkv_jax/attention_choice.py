@@ -42,11 +42,11 @@ def default_attention(
     """The kernel of a platform ("cpu", "gpu" or "tpu") if it serves these sizes, else `xla`; and why not the kernel.
 
     Args:
-      capability: a GPU's compute capability; None is that of Hopper or newer.
+      capability: a GPU's compute capability; None is unknown, and gets `xla`.
     """
     kernels: dict[str, Attention] = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
     attention = kernels.get(platform, "xla")
-    if attention == "mosaic_gpu" and capability is not None and capability < MIN_CAPABILITY:
+    if attention == "mosaic_gpu" and (capability is None or capability < MIN_CAPABILITY):
         return "xla", capability_refusal(capability)
     reason = refusal(
         attention,
@@ -59,11 +59,10 @@ def default_attention(
     return (attention, None) if reason is None else ("xla", reason)
 
 
-def capability_refusal(capability: float) -> str:
-    """Why a GPU before Hopper gets no kernel."""
-    return (
-        f"attention mosaic_gpu needs compute capability {MIN_CAPABILITY}, not {capability}; use attention xla"
-    )
+def capability_refusal(capability: float | None) -> str:
+    """Why a GPU before Hopper, or one of unknown capability, gets no kernel."""
+    found = "an unknown one" if capability is None else capability
+    return f"attention mosaic_gpu needs compute capability {MIN_CAPABILITY}, not {found}; use attention xla"
 
 
 def refusal(
@@ -90,7 +89,8 @@ def refusal(
 
 
 def check_capability(attention: Attention, capability: float | None) -> None:
-    """Raises PlanError if the device at hand has no such kernel. `capability`: None if it is not a CUDA device."""
+    """Raises PlanError if the CUDA device at hand has no such kernel. `capability`: None on other devices, for which
+    lowering refuses the kernel."""
     if attention == "mosaic_gpu" and capability is not None and capability < MIN_CAPABILITY:
         raise PlanError(capability_refusal(capability))
 

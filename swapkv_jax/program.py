@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from swapkv_jax.attention import attend, attend_chunk
+from swapkv_jax.attention_choice import check_capability
 from swapkv_jax.graph import Graph, GraphMaker, GraphSpec, Shape, scalar
 from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.sampling import Sampling, choose
+from swapkv_jax.staging import compute_capability
 from swapkv_jax.writes import append_tokens, fill_layer, fill_records
 
 
@@ -121,7 +123,12 @@ _HEAD_DONATED = (1, 2, 3, 4)
 
 
 def compile_program(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
-    """Lowers and compiles every graph of the plan for the default device."""
+    """Lowers and compiles every graph of the plan for the default device.
+
+    Raises:
+      PlanError: the device has no such kernel as the plan's attention. UsageError: no device of this platform has.
+    """
+    check_capability(plan.attention, compute_capability())
     started = time.perf_counter()
     program = _make_program(plan, geometry, sampling, Graph)
     program.compile_s = time.perf_counter() - started

@@ -33,6 +33,14 @@ def device_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(_device())
 
 
+def compute_capability() -> float | None:
+    """The device's, as 9.0 is Hopper's; None for what is no CUDA device."""
+    try:
+        return float(getattr(_device(), "compute_capability", ""))
+    except ValueError:  # AMD's are names
+        return None
+
+
 def pinned_sharding() -> jax.sharding.Sharding:
     """Where a plan's pinned host buffers live."""
     return jax.sharding.SingleDeviceSharding(_device(), memory_kind="pinned_host")

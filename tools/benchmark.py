@@ -44,6 +44,7 @@ from swapkv_jax.capture import capture
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, RandomPrefill
 from swapkv_jax.rates import memory_bandwidth
+from swapkv_jax.staging import compute_capability
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 from swapkv_jax.tiers.throttled import StorageProfile, storage_profile
@@ -191,6 +192,7 @@ def _plans(args: argparse.Namespace, model: Model, context: int, batch: int) -> 
                 max_context=context + new_tokens(args.steps, args.burst),
                 dtype=args.dtype,
                 platform=jax.default_backend(),
+                capability=compute_capability(),
                 **choices[policy],
             )
 

@@ -33,6 +33,7 @@ from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
 from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
+from swapkv_jax.staging import compute_capability
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 
@@ -123,7 +124,12 @@ def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Pl
     """The plans to evaluate, by name. Batch and context are the task's."""
     if args.plan_json is None:
         plan = make_plan(
-            model.geometry, cache="group", dtype=dtype, platform=jax.default_backend(), **group_choices(args)
+            model.geometry,
+            cache="group",
+            dtype=dtype,
+            platform=jax.default_backend(),
+            capability=compute_capability(),
+            **group_choices(args),
         )
         assert plan.selection is not None
         return {_name(plan.group_tokens, plan.selection): plan}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from swapkv_jax.attention_choice import Attention, default_attention
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
@@ -40,6 +41,7 @@ class Request:
     group_tokens: int | None = None
     group_size: int = 4
     platform: str = "cpu"
+    capability: float | None = None
     budgets: Budgets = NO_LIMITS
     exact: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -124,10 +126,27 @@ def _group(request: Request) -> Plan:
         tier="dram" if rows else "disk",
         transport=request.transport,
         selection=selection,
+        attention=_attention(request),
         staging_slots=_STAGING_SLOTS[selection.lookahead],
         dram_rows=rows,
     )
     return _with_pool(plan, request.geometry, request.budgets) if tier == "auto" else plan
+
+
+def _attention(request: Request) -> Attention:
+    g = request.geometry
+    return (
+        request.overrides.get("attention")
+        or default_attention(
+            request.platform,
+            kv_heads=g.kv_heads,
+            heads=g.heads,
+            head_dim=g.head_dim,
+            group_tokens=request.group_size if request.group_tokens is None else request.group_tokens,
+            dtype=request.dtype,
+            capability=request.capability,
+        )[0]
+    )
 
 
 def _default_selection(request: Request) -> Selection:
@@ -139,7 +158,7 @@ def _default_selection(request: Request) -> Selection:
     pinned = SELECTION.sink_groups + SELECTION.recent_groups
     selected = max(pinned, min(SELECTION.selected_groups, groups))
     slots = max(pinned, min(SELECTION.reuse_slots, groups))
-    if request.platform == "tpu":
+    if request.platform == "tpu" and _attention(request) == "xla":
         # Slots, and one more for padding, fill whole tiles: they would be padded to that.
         tile = math.lcm(_TPU_LANES, unit) // unit
         slots = -(-(slots + 1) // tile) * tile - 1

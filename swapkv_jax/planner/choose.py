@@ -50,6 +50,7 @@ def make_plan(
     physical_layers: int | None = None,
     group_tokens: int | None = None,
     platform: str = "cpu",
+    capability: float | None = None,
     budgets: Budgets = NO_LIMITS,
     rates: Rates = UNKNOWN,
     max_overhead: float = MAX_OVERHEAD,
@@ -68,6 +69,7 @@ def make_plan(
     Args:
       max_context: tokens per row, prompt and answer together (default: the model's limit).
       platform: "cpu", "gpu" or "tpu"; on a CPU device buffers may alias host memory.
+      capability: a GPU's compute capability; with an unknown one policy `group` gets no kernel.
       rates: what bytes move at, for predictions.
       max_overhead: 0.3 is 30 %.
       exact: never choose `group`.
@@ -86,6 +88,7 @@ def make_plan(
         physical_layers=physical_layers,
         group_tokens=group_tokens,
         platform=platform,
+        capability=capability,
         budgets=budgets,
         exact=exact,
         overrides=overrides,
@@ -176,6 +179,6 @@ def describe(plan: Plan) -> str:
         kept = f", {plan.dram_rows} of {plan.batch} row(s) in DRAM too" if plan.dram_rows else ""
         return (
             f"group (tier {plan.tier}{kept}; {s.selected_groups} of up to {plan.groups} groups of "
-            f"{plan.group_tokens}, rank {s.rank})"
+            f"{plan.group_tokens}, rank {s.rank}, attention {plan.attention})"
         )
     return f"layer (tier {plan.tier}, {plan.physical_layers} physical layers)"

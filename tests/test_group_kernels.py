@@ -1,0 +1,281 @@
+"""Policy `group` with the kernels, interpreted: the segment and whole decodes equal those of attention `xla`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import assert_same, decode, geometry, prompts_of, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swapkv_jax.kernels.versions import (  # pyright: ignore[reportMissingImports]
+    gpu_interpreter,
+    tpu_interpreter,
+)
+
+from swapkv_jax import Engine, Plan, PlanError, Sampling, UsageError, group_graphs, make_plan
+from swapkv_jax.adapter import Adapter
+from swapkv_jax.attention_choice import Attention, check_capability, default_attention
+from swapkv_jax.models.blocks import split_block
+from swapkv_jax.program import decode_specs
+from swapkv_jax.selection import Selection
+
+INTERPRETED: dict[Attention, Any] = {
+    "mosaic_tpu": tpu_interpreter(detect_races=True),
+    "mosaic_gpu": gpu_interpreter(detect_races=False),
+}
+TOLERANCE = 1e-5
+KERNELS = "swapkv_jax.kernels.gather_attention"
+every_kernel = pytest.mark.parametrize("attention", INTERPRETED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Four slots are a step already, so that few slots make several steps."""
+    with (
+        patch(f"{KERNELS}.mosaic_tpu.SLOT_BYTES", 2 * 16 * 1024),
+        patch(f"{KERNELS}.mosaic_gpu.REGISTERS", 16),
+    ):
+        yield
+
+
+def sizes(**fields: Any) -> dict[str, Any]:
+    """Of the tiny geometry and its plan: heads that the kernels serve, few of everything else."""
+    known = {"kv_heads": 2, "repeat": 3, "head_dim": 80, "group_tokens": 4, "slots": 7, "selected": 5}
+    return {**known, "attended": "selected", "lookahead": "step", "summary": "group", **fields}
+
+
+def plan_of(attention: Attention, size: dict[str, Any], **fields: Any) -> tuple[Plan, Any]:
+    model = geometry(
+        layers=2,
+        heads=size["kv_heads"] * size["repeat"],
+        kv_heads=size["kv_heads"],
+        head_dim=size["head_dim"],
+    )
+    choice = Selection(
+        selected_groups=size["selected"],
+        reuse_slots=size["slots"],
+        rank=8,
+        recent_groups=1,
+        attended=size["attended"],
+        lookahead=size["lookahead"],
+        summary=size["summary"],
+        load_buckets=(4, 16),
+    )
+    known = {"batch": 3, "max_context": 64, "group_tokens": size["group_tokens"], "record_alignment": 512}
+    return make_plan(
+        model, cache="group", selection=choice, attention=attention, **{**known, **fields}
+    ), model
+
+
+@lru_cache
+def _segment(attention: Attention, items: tuple[tuple[str, Any], ...]) -> tuple[Plan, Any, Any]:
+    plan, model = plan_of(attention, dict(items))
+    block = split_block(model, plan.dtype)
+    interpret = INTERPRETED.get(attention, False)
+    return plan, block, jax.jit(group_graphs.group_segment(plan, block, interpret=interpret))
+
+
+def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used: list[int]) -> None:
+    """One step on random state. `used`: how many slots each row attends. What no row attends is NaN for the kernel,
+    and for `xla`, whose weights of 0 must meet finite values, the largest number in V."""
+    items = tuple(size.items())
+    plan, block, xla = _segment("xla", items)
+    packed_plan, _, kernel = _segment(attention, items)
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    b, heads, dim, tokens = plan.batch, plan.kv_heads, plan.head_dim, plan.group_tokens
+    choice = plan.selection
+    assert choice is not None
+    c1 = choice.reuse_slots + 1
+    params = jax.tree.map(lambda leaf: draw(*leaf.shape) / np.sqrt(np.float32(leaf.shape[0])), block.params)
+    adapter = draw(heads * dim, choice.rank)
+    lengths = rng.integers(0, plan.capacity, b).astype(np.int32)
+    summary = jnp.asarray(draw(b, plan.summary_places, choice.rank), choice.summary_dtype)
+    ids = np.zeros((b, choice.selected_groups), np.int32)
+    k, v = draw(2, b, heads, c1, tokens, dim)
+    rolling_k, rolling_v = draw(2, b, heads, tokens, dim)
+    mask = np.zeros((b, c1), bool)
+    for row, count in enumerate(used):
+        mask[row, rng.permutation(c1 - 1)[:count]] = True
+    pools, rollings = [], []
+    for spoiled in (np.finfo(np.float32).max, np.nan):
+        ks, vs, near_k, near_v = k.copy(), v.copy(), rolling_k.copy(), rolling_v.copy()
+        for row in range(b):
+            ks[row, :, ~mask[row]], vs[row, :, ~mask[row]] = np.nan, spoiled
+            newest = lengths[row] % tokens
+            near_k[row, :, newest + 1 :], near_v[row, :, newest + 1 :] = np.nan, spoiled
+        pools.append((ks, vs))
+        rollings.append((near_k, near_v))
+    xk = pools[0][0].transpose(0, 1, 4, 2, 3).reshape(b, heads, dim, -1)
+    xv = pools[0][1].reshape(b, heads, -1, dim)
+    (width,) = {shape[-1] for shape in packed_plan.pool_shapes}
+    fill = [(0, 0)] * 4 + [(0, width - 2 * dim)]
+    packed = np.pad(np.concatenate(pools[1], axis=-1), fill)
+    packed_rolling = np.pad(np.concatenate(rollings[1], axis=-1), fill[1:])
+    x = draw(b, params["qkv"]["kernel"].shape[0])
+    after = ids
+    more = (ids,) if choice.lookahead == "step" else ()
+    expected = xla(params, adapter, x, (xk, xv), mask, lengths, after, rollings[0], summary, *more)
+    ours = kernel(params, adapter, x, (packed,), mask, lengths, after, (packed_rolling,), summary, *more)
+    near = partial(np.testing.assert_allclose, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected[0]).max())
+    near(np.asarray(ours[0]), np.asarray(expected[0]))
+    for row in range(b):
+        held = slice(0, lengths[row] % tokens + 1)
+        both = np.concatenate([np.asarray(part)[row, :, held] for part in expected[1]], axis=-1)
+        np.testing.assert_array_equal(np.asarray(ours[1][0])[row, :, held, : 2 * dim], both)
+    # Where a group is not complete its mean is of NaN, in both: nobody looks at it.
+    np.testing.assert_array_equal(np.asarray(ours[2], np.float32), np.asarray(expected[2], np.float32))
+    for mine, theirs in zip(ours[3:], expected[3:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@every_kernel
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999), used=st.tuples(*[st.integers(0, 5)] * 3))
+def test_segment_equals_xla(attention: Attention, seed: int, used: tuple[int, ...]) -> None:
+    compare_segments(attention, sizes(), seed, list(used))
+
+
+@pytest.mark.slow
+@every_kernel
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObject) -> None:
+    draw = data.draw
+    slots = draw(st.integers(3, 20))
+    selected = draw(st.integers(2, slots))
+    attended = draw(st.sampled_from(["selected", "kept"]))
+    size = sizes(
+        kv_heads=draw(st.integers(1, 4)),
+        repeat=draw(st.integers(1, 6)),
+        head_dim=draw(st.sampled_from([64, 80, 96, 128, 256])),
+        group_tokens=draw(
+            st.sampled_from([1, 2, 4, 8, 16] if attention == "mosaic_tpu" else list(range(1, 17)))
+        ),
+        slots=slots,
+        selected=selected,
+        attended=attended,
+        lookahead=draw(st.sampled_from(["step", "layer"])),
+        summary=draw(st.sampled_from(["token", "group"])),
+    )
+    most = slots if attended == "kept" else selected
+    used = draw(st.lists(st.integers(0, most), min_size=3, max_size=3))
+    compare_segments(attention, size, draw(st.integers(0, 999)), used)
+
+
+def random_adapter(plan: Plan) -> Adapter:
+    """Orthonormal vectors that know nothing of the model: groups come and go."""
+    keys = plan.kv_heads * plan.head_dim
+    noise = np.random.default_rng(1).standard_normal((plan.layers, keys, 16))
+    return Adapter(
+        vectors=np.linalg.qr(noise)[0].astype(np.float32),
+        spectrum=np.ones((plan.layers, keys)),
+        fingerprint=f"{0:032x}",
+        text_digest="",
+        tokens=1,
+        place_tokens=plan.place_tokens,
+    )
+
+
+def interpreted(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of the test compile their kernels interpreted, without race detection, which is slow."""
+    interpret = {"mosaic_tpu": tpu_interpreter, "mosaic_gpu": gpu_interpreter}[attention](detect_races=False)
+    monkeypatch.setattr(
+        group_graphs, "group_segment", partial(group_graphs.group_segment, interpret=interpret)
+    )
+
+
+@pytest.mark.slow
+@every_kernel
+def test_decode_equals_xla(attention: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows, groups that complete, misses and reuse; nothing moves."""
+    size = sizes(repeat=2, head_dim=64, slots=6, selected=4, attended="kept", lookahead="layer")
+    fields = {"batch": 2, "max_context": 48, "prefill_chunks": (8, 20)}
+    plan, shape = plan_of("xla", size, **fields)
+    model = random_model(shape)
+    adapter = random_adapter(plan)
+    prompts = prompts_of(3, 33)
+    with Engine(model, plan, store_dir=tmp_path / "xla", adapter=adapter) as engine:
+        expected = decode(engine, prompts, 6)
+    interpreted(attention, monkeypatch)
+    plan, _ = plan_of(attention, size, **fields)
+    with Engine(model, plan, store_dir=tmp_path / "kernel", adapter=adapter) as engine:
+        ours = decode(engine, prompts, 6)
+        assert engine.use.reuse_rate is not None
+        assert 0 < engine.use.reuse_rate < 1
+    assert_same(ours, expected, 1e-4)
+    assert all(step == ours.addresses[0] for step in ours.addresses)
+
+
+# ---- which attention a plan gets, and what is refused -----------------------------------------------------
+
+
+@every_kernel
+def test_off_its_platform_a_kernel_is_refused_by_name(attention: Attention) -> None:
+    plan, model = plan_of(attention, sizes())
+
+    (spec,) = (spec for spec in decode_specs(plan, model, [Sampling()]) if spec.name == "segment")
+    traced = spec.jit().trace(*spec.arguments)
+    with pytest.raises(UsageError, match=f"'{attention}' runs on .*, not on cpu: use 'xla'"):
+        traced.lower()
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("cpu", None, "xla"),
+        ("tpu", None, "mosaic_tpu"),
+        ("gpu", 9.0, "mosaic_gpu"),
+        ("gpu", 10.0, "mosaic_gpu"),
+        ("gpu", 8.0, "xla"),
+        ("gpu", None, "xla"),
+    ],
+)
+def test_the_planner_takes_the_platforms_kernel(
+    platform: str, capability: float | None, expected: Attention
+) -> None:
+    model = geometry(head_dim=64)
+    plan = make_plan(model, cache="group", max_context=64, platform=platform, capability=capability)
+    assert plan.attention == expected
+
+
+def test_sizes_that_no_kernel_serves_get_xla_and_a_reason() -> None:
+    common = {"kv_heads": 2, "heads": 4, "head_dim": 64, "group_tokens": 4, "dtype": "bfloat16"}
+    for field, value, reason in (
+        ("head_dim", 72, "head_dim of one of 64, 80, 96, 128, 256, not 72"),
+        ("group_tokens", 3, "group_tokens of one of 2, 4, 8, 16, not 3"),
+        ("group_tokens", 1, "group_tokens of one of 2, 4, 8, 16, not 1"),
+        ("dtype", "float16", "dtype of float32 or bfloat16, not float16"),
+        ("heads", 34, "query heads per KV head of 1 to 16, not 17"),
+    ):
+        attention, why = default_attention("tpu", **{**common, field: value})
+        assert attention == "xla"
+        assert why is not None
+        assert reason in why
+    assert default_attention("tpu", **common) == ("mosaic_tpu", None)
+    assert default_attention("tpu", **{**common, "group_tokens": 1, "dtype": "float32"}) == (
+        "mosaic_tpu",
+        None,
+    )
+
+
+def test_plans_that_no_kernel_serves_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"mosaic_gpu serves head_dim of one of .*, not 16; use that, or"):
+        make_plan(geometry(), cache="group", max_context=64, attention="mosaic_gpu")
+    with pytest.raises(PlanError, match="attention mosaic_tpu belongs to policy group, not resident"):
+        make_plan(geometry(head_dim=64), cache="resident", attention="mosaic_tpu")
+    with pytest.raises(PlanError, match=r"needs compute capability 9.0, not 8.0; use attention xla"):
+        check_capability("mosaic_gpu", 8.0)
+    check_capability("mosaic_gpu", 9.0)
+    check_capability("xla", 8.0)
