@@ -56,6 +56,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
       kinds: what JAX calls it (`jax.devices()[0].device_kind`).
+      capability: a CUDA device's compute capability, which decides on kernels.
       link: from host memory to the device's. None where they are one memory; `dram` is None too then, and
         `device_memory` holds both tiers.
       dram: host memory per device.
@@ -65,6 +66,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     title: str
     platform: Platform
     kinds: tuple[str, ...]
+    capability: float | None = None
     device_memory: Fact
     memory_bandwidth: Fact
     link: Fact | None

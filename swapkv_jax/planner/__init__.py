@@ -6,6 +6,7 @@ from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls, we
 from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice
 from swapkv_jax.planner.choose import MAX_OVERHEAD, Candidate, Choice, choose_plan, describe, make_plan
 from swapkv_jax.planner.costs import UNKNOWN, DescribedDisk, Rates, StepCost, overhead, step_cost
+from swapkv_jax.planner.explain import explain
 from swapkv_jax.planner.sizes import parse_rate, parse_seconds, parse_size
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TierChoice",
     "choose_plan",
     "describe",
+    "explain",
     "make_plan",
     "overhead",
     "parse_rate",

@@ -146,7 +146,8 @@ def _pick(fitting: Sequence[Candidate], most: float) -> tuple[Candidate, str]:
         return layer, "not all KV fits on the device; how long moving it takes is unknown, but it is exact"
     if layer.overhead <= most:
         return layer, f"not all KV fits on the device, and moving it costs no more than {most:.0%}"
-    costs = f"moving whole layers costs {layer.overhead:.0%}, more than the {most:.0%} of --max-overhead"
+    origin = "DRAM" if layer.plan.tier == "dram" else "disk"
+    costs = f"moving whole layers from {origin} costs {layer.overhead:.0%}, more than --max-overhead ({most:.0%})"
     group = fitting[-1]
     if group.plan.policy != "group":
         return layer, f"{costs}, but no other policy is allowed or fits"

@@ -238,6 +238,7 @@ def _choice(options: argparse.Namespace, q: Question, subject: Subject, device: 
         dtype=cast(DType, q.kv_dtype),
         group_size=q.group_tokens,
         platform=device.platform,
+        capability=device.capability,
         budgets=budgets,
         exact=options.exact,
     )
