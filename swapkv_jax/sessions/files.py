@@ -10,7 +10,7 @@ import numpy as np
 from swapkv_jax.sessions.cipher import Cipher
 from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
 from swapkv_jax.tiers import DiskStore, SequenceFile
-from swapkv_jax.tiers.catalog import Span
+from swapkv_jax.tiers.catalog_rows import Span
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX
 
 

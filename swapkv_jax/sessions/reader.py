@@ -11,7 +11,7 @@ import numpy as np
 from swapkv_jax.sessions.files import SessionFiles
 from swapkv_jax.sessions.layout import SESSION_GROUP
 from swapkv_jax.tiers import SequenceFile, aligned_buffer
-from swapkv_jax.tiers.catalog import Span
+from swapkv_jax.tiers.catalog_rows import Span
 
 KV = tuple[np.ndarray, np.ndarray]
 

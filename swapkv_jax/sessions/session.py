@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
@@ -12,25 +10,16 @@ import numpy as np
 
 from swapkv_jax.errors import TierError
 from swapkv_jax.sessions.contents import bind, token_ids
-from swapkv_jax.sessions.files import SessionFiles, clip, count
+from swapkv_jax.sessions.files import SessionFiles, count
 from swapkv_jax.sessions.layout import SESSION_GROUP
+from swapkv_jax.sessions.places import Places
 from swapkv_jax.sessions.reader import LayerReader
 from swapkv_jax.tiers import SequenceFile, aligned_buffer
-from swapkv_jax.tiers.catalog import SessionContents, SessionEntry, Span
+from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
 Durability = Literal["none", "close", "group"]
 
 _WRITE_GROUPS = 64
-
-
-@dataclass
-class _Run:
-    """Groups that this session writes: from its group `start` on, to the places from `first` on of a file."""
-
-    start: int
-    first: int
-    file: SequenceFile | None
-    nonce: int
 
 
 class Session:
@@ -60,12 +49,8 @@ class Session:
           TierError: a file cannot be opened, or the contents are damaged.
         """
         self.name, self.id = entry.name, entry.id
-        self._files, self._layout, self._durability, self._on_close = (
-            files,
-            files.layout,
-            durability,
-            on_close,
-        )
+        self._files, self._layout = files, files.layout
+        self._durability, self._on_close = durability, on_close
         self._reader = LayerReader(files)
         layers, payload = self._layout.layers, self._layout.payload_bytes
         tail = files.cipher.open(contents.tail, bind(self.name, "tail", entry.stored))
@@ -84,12 +69,12 @@ class Session:
         self._dirty: set[str] = set()
         self._created: set[str] = set()  # files that the catalogue does not know yet
         self._closed = False
-        self._base, self._runs = contents.spans, list[_Run]()
+        self._places = Places(contents.spans)
         try:
             for span in contents.spans:
                 if span.file not in self._opened:
                     self._opened[span.file] = files.open(span.file)
-            self._runs = [self._begin(count(self._base))]
+            self._begin(count(contents.spans))
         except BaseException:
             self._release(keep=set())
             raise
@@ -122,7 +107,7 @@ class Session:
         self._check_open()
         stored, at = self.stored, int(self._at[layer])
         groups = min(at // SESSION_GROUP, -(-stored // SESSION_GROUP))
-        k, v = self._reader.layer(layer, self._spans(groups), self._opened, stored)
+        k, v = self._reader.layer(layer, self._places.spans(groups), self._opened, stored)
         whole = groups * SESSION_GROUP
         if whole < stored:
             k_tail, v_tail = self._layout.parts(self._tail[layer][None])
@@ -181,11 +166,7 @@ class Session:
             records = [self._record(int(layer), group) for layer in beyond]
             self._tail[beyond] = np.stack(records)
         if len(beyond):
-            last = next(iter(reversed(self._spans(group))), None)
-            kept = [run for run in self._runs if run.start < group]
-            if not kept:
-                self._base = clip(self._base, group)
-            self._runs = [*kept, self._begin(group, last)]
+            self._begin(group)
         self._reader.forget()
         self._at = np.minimum(self._at, tokens)
         self._floor = min(self._floor, tokens)
@@ -226,20 +207,20 @@ class Session:
             tokens=seal(np.array(tokens, "<i4").tobytes(), bind(self.name, "tokens", len(tokens))),
             tail=seal(self._tail_bytes(stored), bind(self.name, "tail", stored)),
             state=seal(msgspec.json.encode(state), bind(self.name, "state", len(tokens))),
-            spans=self._spans(stored // SESSION_GROUP),
+            spans=self._places.spans(stored // SESSION_GROUP),
         )
         used = {span.file for span in contents.spans}
-        writing = {run.file.sequence for run in self._runs if run.file is not None}
+        writing = self._places.writing
         disk = self._files.disk
         with disk.room(contents.growth):
-            catalog = disk.catalog()
+            catalog = disk.sessions.catalog()
             with catalog.transaction(durable=durable):
                 catalog.save(self.id, contents, stored=stored, tokens=len(tokens))
                 for name in used & (self._created | writing):
                     catalog.add_file(name, self.id, self._opened[name].header.end)
             self._created -= used
             self._release(keep=used | writing)
-            disk.delete_unused()
+            disk.sessions.delete_unused()
         self.bytes_written += contents.nbytes
         self._tokens, self.state, self._floor, self._committed = tokens, state, stored, True
 
@@ -263,52 +244,37 @@ class Session:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _spans(self, groups: int) -> tuple[Span, ...]:
-        """Where the first `groups` groups are."""
-        spans = clip(self._base, groups)
-        ends = [run.start for run in self._runs[1:]] + [groups]
-        for run, end in zip(self._runs, ends, strict=True):
-            if (size := min(end, groups) - run.start) > 0:
-                assert run.file is not None
-                spans += (Span(run.file.sequence, run.first, size, run.nonce),)
-        return spans
-
-    def _begin(self, group: int, last: Span | None = None) -> _Run:
-        """A run from `group` on: after the `last` group in its file, if that is this session's to append to and
-        nobody, this session's own last commit included, has anything there; else in a new file."""
-        last = last or (self._base[-1] if self._base else None)
-        nonce = secrets.randbits(63) | 1  # SQLite has signed numbers; never 0, which an unwritten record has
-        if last is not None and group:
-            end = last.first + last.groups
+    def _begin(self, group: int) -> None:
+        """What is written from `group` on goes after the group before it in its file, if that is this session's to
+        append to and nobody, this session's own last commit included, has anything there; else into a new file."""
+        last = next(iter(reversed(self._places.spans(group))), None)
+        place = None
+        if last is not None:
             with self._files.disk.exclusive():
-                catalog = self._files.disk.catalog()
+                catalog = self._files.disk.sessions.catalog()
                 own = last.file in self._created or catalog.owner(last.file) == self.id
-                if own and catalog.committed_groups(last.file) <= end:
-                    return _Run(group, end, self._opened[last.file], nonce)
-        return _Run(group, 0, None, nonce)
+                if own and catalog.committed_groups(last.file) <= last.first + last.groups:
+                    place = last.file, last.first + last.groups
+        self._places.begin(group, place)
 
     def _write_groups(self, layer: int, group: int, k: np.ndarray, v: np.ndarray) -> None:
         """Whole groups from `group` on to where they belong, at most a buffer's worth at a time."""
-        groups = v.shape[1] // SESSION_GROUP
-        done = 0
-        while done < groups:
-            index = max(i for i, run in enumerate(self._runs) if run.start <= group + done)
-            run = self._runs[index]
-            end = self._runs[index + 1].start if index + 1 < len(self._runs) else group + groups
+        stop = group + v.shape[1] // SESSION_GROUP
+        for run, first, end in self._places.runs(group, stop):
             if run.file is None:
-                run.file = self._files.create(end - run.start)
-                self._opened[run.file.sequence] = run.file
-                self._created.add(run.file.sequence)
-            place = run.first + group + done - run.start
-            run.file.reserve(place + end - group - done)
-            self._dirty.add(run.file.sequence)
-            n = min(_WRITE_GROUPS, end - group - done)
-            records = self._records(run.file, n)
-            tokens = slice(done * SESSION_GROUP, (done + n) * SESSION_GROUP)
-            self._layout.pack(k[:, :, tokens], v[:, tokens], records)
-            self._files.write(run.file, layer, place, records, run.nonce)
-            self.bytes_written += records.nbytes
-            done += n
+                created = self._files.create(end - run.start)
+                run.file = created.sequence
+                self._opened[run.file] = created
+                self._created.add(run.file)
+            file = self._opened[run.file]
+            file.reserve(run.place(end))
+            self._dirty.add(run.file)
+            for at in range(first, end, _WRITE_GROUPS):
+                records = self._records(file, min(_WRITE_GROUPS, end - at))
+                tokens = slice((at - group) * SESSION_GROUP, (at - group + len(records)) * SESSION_GROUP)
+                self._layout.pack(k[:, :, tokens], v[:, tokens], records)
+                self._files.write(file, layer, run.place(at), records, run.nonce)
+                self.bytes_written += records.nbytes
 
     def _records(self, file: SequenceFile, n: int) -> np.ndarray:
         if self._scratch is None or len(self._scratch) < n or self._scratch.shape[1] != file.stride:
@@ -317,7 +283,7 @@ class Session:
 
     def _record(self, layer: int, group: int) -> np.ndarray:
         """The payload of one record, uint8 [payload_bytes]."""
-        span = self._spans(group + 1)[-1]
+        span = self._places.spans(group + 1)[-1]
         file = self._opened[span.file]
         out, nonces = file.buffer(1), np.array([span.nonce], np.uint64)
         self._files.read(file, layer, span.first + span.groups - 1, nonces, out)

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
 from swapkv_jax.errors import TierError, UsageError
+from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.sessions.cipher import Cipher, Plain
-from swapkv_jax.sessions.contents import bind, common_prefix, token_ids
-from swapkv_jax.sessions.files import SessionFiles, clip, count
+from swapkv_jax.sessions.contents import bind
+from swapkv_jax.sessions.files import SessionFiles
 from swapkv_jax.sessions.identity import Identity
-from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
+from swapkv_jax.sessions.info import SessionInfo, session_infos
+from swapkv_jax.sessions.layout import Layout
+from swapkv_jax.sessions.lost import shorten_lost
+from swapkv_jax.sessions.prefix import shared_prefix
 from swapkv_jax.sessions.session import Durability, Session
-from swapkv_jax.sessions.sweep import shorten_lost, sweep
 from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
-from swapkv_jax.tiers.catalog import Catalog, SessionContents, SessionEntry
-from swapkv_jax.tiers.disk_store import session_lock
+from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
 _LONGEST_NAME = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionInfo:
-    """What is known of a session without opening it. Times are seconds since the epoch.
-
-    Attributes:
-      tokens: committed. stored: of those, how many have K and V.
-      own_bytes: on disk in files that no other session uses: what deleting it frees. shared_bytes: in others.
-      in_use: somebody has it open.
-    """
-
-    name: str
-    identity: Identity
-    encrypted: bool
-    tokens: int
-    stored: int
-    own_bytes: int
-    shared_bytes: int
-    created: float
-    last_use: float
-    in_use: bool
 
 
 class SessionStore:
@@ -85,12 +62,18 @@ class SessionStore:
         self._disk = DiskStore(
             directory, limit_bytes=limit_bytes, fingerprint=identity.fingerprint, syscalls=syscalls
         )
+        self._sessions = self._disk.sessions
         self._files = SessionFiles(self._disk, Layout.of(identity), self._cipher)
         try:
-            self.notes.extend(sweep(self._disk))
+            with self._disk.exclusive():
+                freed = self._sessions.sweep()
         except BaseException:
             self._disk.close()
             raise
+        if freed:
+            self.notes.append(
+                f"{self.directory}: {format_bytes(freed)} that an interrupted process left are free again"
+            )
         if self._disk.support.note is not None:
             self.notes.append(self._disk.support.note)
 
@@ -130,14 +113,14 @@ class SessionStore:
                 f"session name {name!r} must be 1 to {_LONGEST_NAME} printable characters; choose another"
             )
         with self._disk.exclusive():
-            entry = self._disk.catalog().entry(name)
-            if entry is not None and not entry.committed and self._disk.session_idle(entry):
-                self._disk.forget_session(entry)  # its process was killed before it came to anything
+            entry = self._sessions.catalog().entry(name)
+            if entry is not None and not entry.committed and self._sessions.idle(entry):
+                self._sessions.forget(entry)  # its process was killed before it came to anything
                 entry = None
             if entry is None:
                 entry = self._new(name, tokens or ())
             self._check_own(entry)
-            lock = self._disk.lock(session_lock(entry.id))
+            lock = self._sessions.lock(entry)
             if lock is None:
                 raise TierError(
                     f"session {name!r} is in use by another process; wait for it to end, or fork the session"
@@ -145,10 +128,10 @@ class SessionStore:
             try:
                 entry, lost = shorten_lost(self._disk, self._files, entry)
                 self.notes.extend(lost)
-                contents = self._disk.catalog().contents(entry)
+                contents = self._sessions.catalog().contents(entry)
                 session = Session(self._files, entry, contents, self.durability, self._closed)
             except BaseException:
-                self._disk.unlock(lock)
+                self._sessions.unlock(lock)
                 raise
             self._open[name] = session, lock
             return session
@@ -162,7 +145,7 @@ class SessionStore:
         """
         with self._disk.exclusive():
             entry = self._committed(source)
-            catalog = self._disk.catalog()
+            catalog = self._sessions.catalog()
             if catalog.entry(name) is not None:
                 raise UsageError(f"there is a session {name!r} already; delete it or choose another name")
             self._check_own(entry)
@@ -192,9 +175,9 @@ class SessionStore:
         """
         with self._disk.exclusive():
             entry = self._committed(name)
-            if not self._disk.session_idle(entry):
+            if not self._sessions.idle(entry):
                 raise TierError(f"session {name!r} is in use; close it, or wait for its process to end")
-            return self._disk.forget_session(entry)
+            return self._sessions.forget(entry)
 
     def gc(self, byte_budget: int) -> list[str]:
         """Deletes past sessions, least recently used first, until everything takes at most `byte_budget` bytes, and
@@ -216,7 +199,7 @@ class SessionStore:
     def _closed(self, session: Session) -> None:
         _, lock = self._open.pop(session.name)
         with self._disk.exclusive():
-            catalog = self._disk.catalog()
+            catalog = self._sessions.catalog()
             try:
                 if session.committed:
                     with catalog.transaction(durable=False):
@@ -224,14 +207,14 @@ class SessionStore:
                 else:
                     entry = catalog.entry(session.name)
                     assert entry is not None
-                    self._disk.forget_session(entry)
+                    self._sessions.forget(entry)
             finally:
-                self._disk.unlock(lock)
+                self._sessions.unlock(lock)
 
     def _committed(self, name: str) -> SessionEntry:
-        entry = self._disk.catalog().entry(name)
+        entry = self._sessions.catalog().entry(name)
         if entry is None or not entry.committed:
-            names = ", ".join(repr(e.name) for e in self._disk.catalog().entries() if e.committed)
+            names = ", ".join(repr(e.name) for e in self._sessions.catalog().entries() if e.committed)
             raise UsageError(f"no session {name!r} in {self.directory}; there are {names or 'none'}")
         return entry
 
@@ -243,64 +226,28 @@ class SessionStore:
                 f"another session name"
             )
         if entry.cipher != self._cipher.name:
-            how = "with another key" if entry.cipher and self._cipher.name else "" if entry.cipher else "not "
-            raise TierError(
-                f"session {entry.name!r} is {how if how != 'with another key' else ''}encrypted"
-                f"{' ' + how if how == 'with another key' else ''}; give its key, or another session name"
-            )
+            how = "not encrypted" if not entry.cipher else "encrypted"
+            how += " with another key" if entry.cipher and self._cipher.name else ""
+            remedy = "give its key" if entry.cipher else "give no key"
+            raise TierError(f"session {entry.name!r} is {how}; {remedy}, or another session name")
 
     def _new(self, name: str, tokens: Sequence[int]) -> SessionEntry:
         """A row for a new session, with what it can share."""
-        catalog = self._disk.catalog()
-        contents, stored = self._shared_prefix(catalog, np.array(tokens, np.int32))
+        catalog = self._sessions.catalog()
+        found, spans = shared_prefix(catalog, self._files, self.identity, tokens, self.notes)
         seal = self._cipher.seal
+        stored = len(found)
         contents = SessionContents(
-            tokens=seal(contents.tokens, bind(name, "tokens", stored)),
+            tokens=seal(found.tobytes(), bind(name, "tokens", stored)),
             tail=seal(b"", bind(name, "tail", stored)),
             state=seal(b"{}", bind(name, "state", stored)),
-            spans=contents.spans,
+            spans=spans,
         )
         with self._disk.room(contents.growth), catalog.transaction(durable=False):
             catalog.add(name, self.identity.to_json(), self._cipher.name, contents, stored, stored)
         entry = catalog.entry(name)
         assert entry is not None
         return entry
-
-    def _shared_prefix(self, catalog: Catalog, tokens: np.ndarray) -> tuple[SessionContents, int]:
-        """The longest prefix of whole groups that is stored, and its tokens."""
-        best, longest = SessionContents(), 0
-        misses: dict[str, int] = {}
-        sizes = catalog.files()
-        for entry in catalog.entries():
-            if not entry.committed:
-                continue
-            if entry.identity != self.identity.to_json():
-                misses["of another model"] = misses.get("of another model", 0) + 1
-                continue
-            if entry.cipher != self._cipher.name:
-                misses["with another key"] = misses.get("with another key", 0) + 1
-                continue
-            try:
-                contents = catalog.contents(entry)
-                theirs = self._cipher.open(contents.tokens, bind(entry.name, "tokens", entry.token_count))
-            except TierError as error:
-                self.notes.append(f"not shared from: {error}")
-                continue
-            groups = min(common_prefix(tokens, token_ids(theirs)), entry.stored) // SESSION_GROUP
-            spans = clip(contents.spans, groups)
-            intact = [i for i, span in enumerate(spans) if self._files.lost(span.file, sizes[span.file])]
-            spans = spans[: intact[0]] if intact else spans
-            groups = count(spans)
-            if groups * SESSION_GROUP > longest:
-                longest = groups * SESSION_GROUP
-                best = SessionContents(tokens=tokens[:longest].astype("<i4").tobytes(), spans=spans)
-        if not longest and len(tokens) >= SESSION_GROUP:
-            others = ", ".join(f"{number} {why}" for why, number in misses.items())
-            self.notes.append(
-                f"no stored session begins with the prompt's first {SESSION_GROUP} tokens"
-                + (f" (not looked at: {others})" if others else "")
-            )
-        return best, longest
 
     def _renamed(self, contents: SessionContents, entry: SessionEntry, name: str) -> SessionContents:
         """The contents as a session of another name has them: encrypted values are bound to the name."""
@@ -315,30 +262,3 @@ class SessionStore:
             state=rebound(contents.state, "state", entry.token_count),
             spans=contents.spans,
         )
-
-
-def session_infos(disk: DiskStore) -> list[SessionInfo]:
-    """See `SessionStore.list`. Inside `exclusive`."""
-    catalog = disk.catalog()
-    infos = []
-    for entry in catalog.entries():
-        if not entry.committed:
-            continue
-        files = {span.file for span in catalog.spans(entry.id)}
-        own = {file for file in files if catalog.users(file) == [entry.id]}
-        size: Callable[[set[str]], int] = lambda some: sum(map(disk.size, some))  # noqa: E731
-        infos.append(
-            SessionInfo(
-                name=entry.name,
-                identity=Identity.from_json(entry.identity),
-                encrypted=bool(entry.cipher),
-                tokens=entry.token_count,
-                stored=entry.stored,
-                own_bytes=size(own),
-                shared_bytes=size(files - own),
-                created=entry.created,
-                last_use=entry.last_use,
-                in_use=not disk.session_idle(entry),
-            )
-        )
-    return infos

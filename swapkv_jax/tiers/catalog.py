@@ -11,24 +11,17 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import xxhash
 
 from swapkv_jax.errors import TierError
+from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry, Span, seal
 
 CATALOG_NAME = "catalog.sqlite"
-RESERVE_BYTES = 256 << 10
-"""Kept free under a limit wherever there is a catalogue: opening it and deleting from it must never have to wait."""
 
 _VERSION = 1
-_WAL_LIMIT = 4 << 20
-_LOGGED_PAGE, _PAGE_CONTENT = 4120, 4080
-_PAGES_TOUCHED = 24  # of B-trees, free list and header
+_LOG_LIMIT = 4 << 20  # then it is emptied into the database
 _SCHEMA = """
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice: locks are named by it
@@ -66,61 +59,16 @@ CREATE TABLE files (
 """
 
 
-class Span(NamedTuple):
-    """`groups` groups of a session: those from `first` on of a file, sealed with `nonce`."""
-
-    file: str
-    first: int
-    groups: int
-    nonce: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionEntry:
-    """What can be told of a session without reading what it holds. Times are seconds since the epoch."""
-
-    id: int
-    name: str
-    identity: str
-    cipher: str
-    stored: int
-    token_count: int
-    committed: bool
-    created: float
-    last_use: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionContents:
-    """What a session holds: `tokens` (int32, little-endian), the `tail` of its keys and values, the caller's
-    `state`, each as the session's cipher left it; and where its whole groups are."""
-
-    tokens: bytes = b""
-    tail: bytes = b""
-    state: bytes = b"{}"
-    spans: tuple[Span, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that go into the catalogue."""
-        return len(self.tokens) + len(self.tail) + len(self.state) + 100 * len(self.spans)
-
-    @property
-    def growth(self) -> int:
-        """The most that storing it adds to the database and its log together."""
-        return 2 * _LOGGED_PAGE * (self.nbytes // _PAGE_CONTENT + _PAGES_TOUCHED)
-
-
 class Catalog:
     """One connection to a directory's catalogue."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Opens the catalogue, or makes an empty one (mode 0600).
 
         Raises:
             TierError: it cannot be read, is damaged, or of another version.
         """
-        self.path = directory / CATALOG_NAME
+        self.path = path
         with self._explained("open"):
             # SQLite would make it readable to others; what it puts beside the database takes this mode too.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -147,19 +95,6 @@ class Catalog:
                 f"or another --store-dir"
             )
 
-    @staticmethod
-    def exists(directory: Path) -> bool:
-        """Whether the directory has a catalogue."""
-        return (directory / CATALOG_NAME).exists()
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes that the database may still grow by, from what was committed to the log beside it."""
-        try:
-            return Path(f"{self.path}-wal").stat().st_size
-        except FileNotFoundError:
-            return 0
-
     # ---- reading -------------------------------------------------------------------------------------
 
     def entries(self) -> list[SessionEntry]:
@@ -178,7 +113,7 @@ class Catalog:
             TierError: the row is not as it was written.
         """
         with self._explained("read"):
-            (seal,) = self._db.execute("SELECT seal FROM sessions WHERE id = ?", (entry.id,)).fetchone()
+            (sealed,) = self._db.execute("SELECT seal FROM sessions WHERE id = ?", (entry.id,)).fetchone()
             row = self._db.execute(
                 "SELECT tokens, tail, state FROM contents WHERE session = ?", (entry.id,)
             ).fetchone()
@@ -186,7 +121,7 @@ class Catalog:
         if row is not None and all(isinstance(part, bytes) for part in row):
             tokens, tail, state = row
             contents = SessionContents(tokens=tokens, tail=tail, state=state, spans=self.spans(entry.id))
-        if contents is None or seal != _seal(entry, contents):
+        if contents is None or sealed != seal(entry, contents):
             raise TierError(
                 f"session {entry.name!r} is damaged in {self.path}; python -m swapkv_jax.store verify --repair puts "
                 f"it aside, then start it again"
@@ -238,7 +173,7 @@ class Catalog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-            if self.pending_bytes > _WAL_LIMIT:
+            if Path(f"{self.path}-wal").stat().st_size > _LOG_LIMIT:
                 self.checkpoint()
 
     def add(
@@ -275,7 +210,7 @@ class Catalog:
             (stored, tokens, committed, time.time(), session),
         )
         (entry,) = self._entries("WHERE id = ?", session)
-        self._db.execute("UPDATE sessions SET seal = ? WHERE id = ?", (_seal(entry, contents), session))
+        self._db.execute("UPDATE sessions SET seal = ? WHERE id = ?", (seal(entry, contents), session))
 
     def touch(self, session: int) -> None:
         """Used just now. Inside a transaction."""
@@ -389,19 +324,3 @@ class Catalog:
             raise TierError(
                 f"cannot {verb} {self.path}: errno {error.errno}, {error.strerror}; choose another --store-dir"
             ) from error
-
-
-def _seal(entry: SessionEntry, contents: SessionContents) -> bytes:
-    """Checksum over all that decides what a session is, the times of its uses left out."""
-    digest = xxhash.xxh3_128()
-    numbers = (entry.id, entry.stored, entry.token_count, int(entry.committed))
-    parts: Sequence[bytes] = (
-        repr((entry.name, entry.identity, entry.cipher, numbers, contents.spans)).encode(),
-        contents.tokens,
-        contents.tail,
-        contents.state,
-    )
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()

@@ -2,17 +2,17 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.memory_limits import format_bytes
-from swapkv_jax.tiers.catalog import RESERVE_BYTES, Catalog, SessionEntry
 from swapkv_jax.tiers.direct_io import PAGE, IoCounters, IoCounts, Syscalls, probe_direct
 from swapkv_jax.tiers.eviction import SequenceOrder
 from swapkv_jax.tiers.header import HEADER_BYTES, Header, extent_bytes
+from swapkv_jax.tiers.past_sessions import FileCalls, PastSessions
 from swapkv_jax.tiers.record import record_stride
 from swapkv_jax.tiers.sequence_file import SequenceFile
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
@@ -60,8 +60,9 @@ class DiskStore:
         self._counters = IoCounters()
         self._order = SequenceOrder()
         self._files: dict[str, SequenceFile] = {}
-        self._catalog: Catalog | None = None
         self._directory = StoreDirectory(directory, self._syscalls)
+        calls = FileCalls(self.size, self._evictable, self._remove)
+        self.sessions = PastSessions(self._directory, calls, self._make_room)
         try:
             with self._directory.exclusive():
                 self.support = probe_direct(self._directory.path, self._syscalls)
@@ -254,8 +255,11 @@ class DiskStore:
             if sequence not in self._files:
                 raise TierError(f"sequence {sequence!r} is not open in {self.directory}")
             file = self._files[sequence]
-            os.utime(file.path)  # "least recently used" has to outlive the process
-            self._order.finish(sequence)
+            if sequence.startswith(SESSION_PREFIX):
+                self._order.discard(sequence)  # it is the catalogue that orders sessions
+            else:
+                os.utime(file.path)  # "least recently used" has to outlive the process
+                self._order.finish(sequence)
             if not file.header.ephemeral:
                 self._files.pop(sequence).close()
 
@@ -283,8 +287,7 @@ class DiskStore:
                     self._remove(file.sequence)
                 else:
                     self._files.pop(file.sequence).close()
-            if self._catalog is not None:
-                self._catalog.close()
+            self.sessions.close()
         self._directory.close()
 
     # ---- sessions ------------------------------------------------------------------------------------
@@ -304,19 +307,6 @@ class DiskStore:
             self._make_room(nbytes)
             yield
 
-    def catalog(self) -> Catalog:
-        """The directory's catalogue of sessions, made where it is missing. For use inside `exclusive`.
-
-        Raises:
-            TierError: it is damaged, or there is no room for it.
-        """
-        with self._directory.exclusive():
-            if self._catalog is None:
-                if not Catalog.exists(self.directory):
-                    self._make_room(RESERVE_BYTES)
-                self._catalog = Catalog(self.directory)
-            return self._catalog
-
     def sync_directory(self) -> None:
         """Wait until the names of new files are on the disk.
 
@@ -325,58 +315,9 @@ class DiskStore:
         """
         self._directory.sync()
 
-    def lock(self, name: str) -> int | None:
-        """See `StoreDirectory.lock`."""
-        return self._directory.lock(name)
-
-    def unlock(self, descriptor: int) -> None:
-        """See `StoreDirectory.lock`."""
-        self._directory.unlock(descriptor)
-
-    def forget_session(self, entry: SessionEntry) -> int:
-        """Delete a session that nobody uses, and what of its files no other has. Returns the bytes that frees."""
-        catalog = self.catalog()
-        with catalog.transaction(durable=False):
-            catalog.remove(entry.id)
-        catalog.checkpoint()
-        self._directory.forget_lock(session_lock(entry.id))
-        return self.delete_unused()
-
-    def delete_unused(self) -> int:
-        """Delete the committed files that no session has groups in. Returns the bytes that frees."""
-        catalog, freed = self.catalog(), 0
-        unused = [file for file in catalog.unused_files() if file not in self or self._evictable(file)]
-        for file in unused:
-            freed += self.size(file)
-            self._remove(file)
-        if unused:
-            with catalog.transaction(durable=False):
-                catalog.remove_files(unused)
-        return freed
-
-    def session_idle(self, entry: SessionEntry) -> bool:
-        """Whether nobody has the session open. True stays true inside `exclusive`."""
-        descriptor = self._directory.lock(session_lock(entry.id))
-        if descriptor is None:
-            return False
-        self._directory.unlock(descriptor)
-        return True
-
-    def session_files(self) -> list[str]:
-        """The files in the directory that are parts of sessions, or were."""
-        return self._directory.session_files()
-
-    def idle(self, sequence: str) -> bool:
-        """Whether a sequence exists and nobody has it open. True stays true inside `exclusive`."""
-        return self._directory.idle(sequence)
-
     def size(self, sequence: str) -> int:
         """Real bytes of a sequence; 0 if it is missing."""
         return self._directory.size(sequence) if sequence in self else 0
-
-    def forget_locks(self, sessions: Iterable[int]) -> None:
-        """Remove locks of sessions that are not among these."""
-        self._directory.forget_locks({session_lock(session) for session in sessions})
 
     def shrink(self, nbytes: int) -> list[str]:
         """Evict past sequences and sessions until everything takes `nbytes`. Returns the sessions' names.
@@ -385,7 +326,7 @@ class DiskStore:
             TierError: that is not enough; what could be evicted is.
         """
         with self._directory.exclusive():
-            catalog = self.catalog()
+            catalog = self.sessions.catalog()
             catalog.compact()
             self._note_past()
             for sequence in self._order.past:
@@ -395,8 +336,8 @@ class DiskStore:
                     self._remove(sequence)
             names = []
             if (over := self.bytes_used - nbytes) > 0:
-                for session in catalog.victims(over, self.session_idle, self.size)[0]:
-                    self.forget_session(session)
+                for session in self.sessions.victims(over)[0]:
+                    self.sessions.forget(session)
                     names.append(session.name)
                 catalog.compact()
             if (over := self.bytes_used - nbytes) > 0:
@@ -411,21 +352,16 @@ class DiskStore:
     def _missing(self, nbytes: int) -> int:
         """Bytes that the limit lacks for `nbytes` more."""
         assert self.limit_bytes is not None
-        used = self.bytes_used + nbytes
-        if self._catalog is not None:
-            used += self._catalog.pending_bytes + RESERVE_BYTES
-        return used - self.limit_bytes
+        return self.bytes_used + self.sessions.bytes_to_keep_free + nbytes - self.limit_bytes
 
     def _make_room(self, nbytes: int, keep: str | None = None) -> None:
         """Evict past sequences, then past sessions, until `nbytes` more fit the limit; evict none where that is
         not enough."""
         if self.limit_bytes is None:
             return
-        if Catalog.exists(self.directory):
-            self.catalog()
         missing = self._missing(nbytes)
-        if missing > 0 and self._catalog is not None:
-            self._catalog.checkpoint()
+        if missing > 0 and self.sessions.exist:
+            self.sessions.catalog().checkpoint()
             missing = self._missing(nbytes)
         if missing <= 0:
             return
@@ -437,25 +373,28 @@ class DiskStore:
                 freed[sequence] = self._directory.size(sequence)
             return sum(freed.values()) >= missing
 
-        sessions: list[SessionEntry] = []
+        sessions = []
         if self._order.victims(suffices, keep={keep} if keep else ()) is None:
             short = missing - sum(freed.values())
-            if self._catalog is not None:
-                sessions, gained = self._catalog.victims(short, self.session_idle, self.size)
+            if self.sessions.exist:
+                sessions, gained = self.sessions.victims(short)
                 short -= gained
             if short > 0:
+                past = f"{len(freed)} past sequences" + (
+                    f" and {len(sessions)} past sessions" if sessions else ""
+                )
                 raise TierError(
                     f"the disk store in {self.directory} is full: needs {format_bytes(nbytes)}, limit "
-                    f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its "
-                    f"{len(freed)} past sequences{_and_sessions(sessions)}; raise --disk-space or lower --max-context"
+                    f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its {past}; "
+                    f"raise --disk-space or lower --max-context"
                 )
         for sequence in freed:
             self._remove(sequence)
         for session in sessions:
-            self.forget_session(session)
+            self.sessions.forget(session)
 
     def _evictable(self, sequence: str) -> bool:
-        return sequence in self._files or self._directory.idle(sequence)
+        return sequence in self._files or sequence not in self or self._directory.idle(sequence)
 
     def _remove(self, sequence: str) -> None:
         if sequence in self._files:
@@ -492,15 +431,6 @@ class DiskStore:
             self._files.pop(sequence).close()
         else:
             self._syscalls.close(descriptor)
-
-
-def session_lock(session: int) -> str:
-    """The name whose lock whoever has a session open holds."""
-    return f"{SESSION_PREFIX}{session}"
-
-
-def _and_sessions(sessions: list[SessionEntry]) -> str:
-    return f" and {len(sessions)} past sessions" if sessions else ""
 
 
 def _with_metadata(nbytes: int) -> int:

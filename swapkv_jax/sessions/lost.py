@@ -1,41 +1,12 @@
-"""What a crash, a full disk or a careless hand left of sessions, put in order."""
+"""What is left of a session whose files are not what they were."""
 
 from __future__ import annotations
 
-from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.sessions.contents import bind
 from swapkv_jax.sessions.files import SessionFiles, count
 from swapkv_jax.sessions.layout import SESSION_GROUP
 from swapkv_jax.tiers import DiskStore
-from swapkv_jax.tiers.catalog import SessionContents, SessionEntry
-
-
-def sweep(disk: DiskStore) -> list[str]:
-    """Deletes sessions that were never committed and files that are no session's, unless somebody has them open.
-
-    Returns what the user should know of it.
-
-    Raises:
-      TierError: the catalogue is damaged.
-    """
-    notes, freed = [], 0
-    with disk.exclusive():
-        catalog = disk.catalog()
-        for entry in catalog.entries():
-            if not entry.committed and disk.session_idle(entry):
-                freed += disk.forget_session(entry)
-        freed += disk.delete_unused()
-        known = catalog.files()
-        for name in disk.session_files():
-            if name not in known and disk.idle(name):
-                freed += disk.size(name)
-                disk.delete(name)
-        disk.forget_locks(entry.id for entry in catalog.entries())
-    if freed:
-        notes.append(
-            f"{disk.directory}: {format_bytes(freed)} that an interrupted process left are free again"
-        )
-    return notes
+from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
 
 def shorten_lost(disk: DiskStore, files: SessionFiles, entry: SessionEntry) -> tuple[SessionEntry, list[str]]:
@@ -47,7 +18,7 @@ def shorten_lost(disk: DiskStore, files: SessionFiles, entry: SessionEntry) -> t
     Raises:
       TierError: the catalogue is damaged.
     """
-    catalog = disk.catalog()
+    catalog = disk.sessions.catalog()
     sizes, spans = catalog.files(), catalog.spans(entry.id)
     for i, span in enumerate(spans):
         why = files.lost(span.file, sizes.get(span.file, 0))

@@ -1,0 +1,140 @@
+"""The sessions in a store's directory, as far as the store must know them: who uses them, what their end frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapkv_jax.tiers.catalog import CATALOG_NAME, Catalog
+from swapkv_jax.tiers.catalog_rows import SessionEntry
+from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
+
+RESERVE_BYTES = 256 << 10
+"""Kept free under a limit wherever there is a catalogue: opening it and deleting from it must never have to wait."""
+
+
+@dataclass(frozen=True)
+class FileCalls:
+    """What the store does with one file of a session, by its name."""
+
+    size: Callable[[str], int]
+    evictable: Callable[[str], bool]
+    remove: Callable[[str], None]
+
+
+class PastSessions:
+    """The catalogue, once somebody needs it, and its sessions' locks. For use inside the directory's `exclusive`."""
+
+    def __init__(self, directory: StoreDirectory, files: FileCalls, make_room: Callable[[int], None]) -> None:
+        self._directory, self._files, self._make_room = directory, files, make_room
+        self._catalog: Catalog | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether the directory has a catalogue."""
+        return self._path.exists()
+
+    @property
+    def bytes_to_keep_free(self) -> int:
+        """Bytes under a limit that only the catalogue may take."""
+        return RESERVE_BYTES + self._log_bytes if self.exist else 0
+
+    def catalog(self) -> Catalog:
+        """The catalogue, made where it is missing.
+
+        Raises:
+            TierError: it is damaged, or there is no room for it.
+        """
+        if self._catalog is None:
+            if not self.exist:
+                self._make_room(RESERVE_BYTES)
+            self._catalog = Catalog(self._path)
+        return self._catalog
+
+    def lock(self, entry: SessionEntry) -> int | None:
+        """Keeps everybody else from using a session: what `unlock` takes, or None if somebody uses it.
+
+        Raises:
+            TierError: the lock cannot be made.
+        """
+        return self._directory.lock(_lock_name(entry.id))
+
+    def unlock(self, lock: int) -> None:
+        """Ends what `lock` began."""
+        self._directory.unlock(lock)
+
+    def idle(self, entry: SessionEntry) -> bool:
+        """Whether nobody has the session open."""
+        lock = self.lock(entry)
+        if lock is None:
+            return False
+        self.unlock(lock)
+        return True
+
+    def victims(self, nbytes: int) -> tuple[list[SessionEntry], int]:
+        """See `Catalog.victims`."""
+        return self.catalog().victims(nbytes, self.idle, self._files.size)
+
+    def forget(self, entry: SessionEntry) -> int:
+        """Deletes a session that nobody uses, and what of its files no other has. Returns the bytes that frees."""
+        catalog = self.catalog()
+        with catalog.transaction(durable=False):
+            catalog.remove(entry.id)
+        catalog.checkpoint()
+        self._directory.forget_lock(_lock_name(entry.id))
+        return self.delete_unused()
+
+    def delete_unused(self) -> int:
+        """Deletes the files in the catalogue that no session has groups in. Returns the bytes that frees."""
+        catalog, freed = self.catalog(), 0
+        unused = [file for file in catalog.unused_files() if self._files.evictable(file)]
+        for file in unused:
+            freed += self._files.size(file)
+            self._files.remove(file)
+        if unused:
+            with catalog.transaction(durable=False):
+                catalog.remove_files(unused)
+        return freed
+
+    def sweep(self) -> int:
+        """Deletes what killed processes left: sessions never committed, files that are no session's, locks of
+        sessions that are gone. Returns the bytes that frees.
+
+        Raises:
+            TierError: the catalogue is damaged.
+        """
+        catalog, freed = self.catalog(), 0
+        for entry in catalog.entries():
+            if not entry.committed and self.idle(entry):
+                freed += self.forget(entry)
+        freed += self.delete_unused()
+        known = catalog.files()
+        for file in self._directory.session_files():
+            if file not in known and self._files.evictable(file):
+                freed += self._files.size(file)
+                self._files.remove(file)
+        self._directory.forget_locks({_lock_name(entry.id) for entry in catalog.entries()})
+        return freed
+
+    def close(self) -> None:
+        """Closes the catalogue; harmless when repeated."""
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
+
+    @property
+    def _path(self) -> Path:
+        return self._directory.path / CATALOG_NAME
+
+    @property
+    def _log_bytes(self) -> int:
+        """What was committed to the log and may yet be added to the database, before the log is emptied."""
+        try:
+            return Path(f"{self._path}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+def _lock_name(session: int) -> str:
+    return f"{SESSION_PREFIX}{session}"
