@@ -40,6 +40,7 @@ def build_report(
         "plan_hash": plan.hash,
         "backend": jax.default_backend(),
         "prompt_tokens": [len(prompt) for prompt in prompts],
+        "reused_tokens": generation.reused_tokens,
         "generated": [
             {"token_ids": row.token_ids, "text": row.text, "finish_reason": reason}
             for row, reason in zip(rows, generation.finish_reasons, strict=True)

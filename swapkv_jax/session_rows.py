@@ -7,17 +7,13 @@ plan can be taken up under every other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from swapkv_jax.errors import UsageError
 from swapkv_jax.models import DTYPES, Model
+from swapkv_jax.sessions import SESSION_GROUP, Identity, Session
 
-if TYPE_CHECKING:
-    from swapkv_jax.sessions import Session
-
-SESSION_GROUP = 64
 _BY_LENGTH = ("dynamic",)
 Newest = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
@@ -120,6 +116,18 @@ class SessionRows:
             for layer in range(self._layers):
                 session.write(layer, first, self._k[row, layer, :, :, :n], self._v[row, layer, :, :n])
             self._first[row], self._count[row] = first + n, 0
+
+
+def identity_of(model: Model) -> Identity:
+    """What a session's keys and values depend on besides its token ids, and what gives those their meaning."""
+    g = model.geometry
+    return Identity(
+        fingerprint=f"{model.fingerprint}-{model.tokenizer.digest}",
+        dtype=model.dtype,
+        layers=g.layers,
+        kv_heads=g.kv_heads,
+        head_dim=g.head_dim,
+    )
 
 
 def check_sessions(

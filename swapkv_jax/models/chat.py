@@ -1,4 +1,4 @@
-"""Rendering a model's chat template for one user message."""
+"""Rendering a model's chat template: a first user message, or one more turn of a conversation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,36 @@ from swapkv_jax.errors import UsageError
 _GENERATION_TAG = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
 
+_ANSWER = "\ue000"  # of the private use area: stands for an earlier answer and occurs in no template
+
+
 def render_chat(template: str, text: str, special_tokens: Mapping[str, str]) -> str:
     """The prompt for `text` as the user's message, up to where the assistant answers.
 
     `special_tokens` are passed by name (`bos_token`, `eos_token`, …). Raises UsageError with the template's
     complaint when it cannot be rendered.
     """
+    return _render(template, [{"role": "user", "content": text}], special_tokens)
+
+
+def render_turn(template: str, text: str, special_tokens: Mapping[str, str]) -> str:
+    """What follows an earlier answer of the assistant in a conversation that `text`, the user's message, continues:
+    the end of that answer's turn, the user's turn, and the beginning of the next answer.
+
+    Raises UsageError if the template fails, or does not show an earlier answer just once.
+    """
+    turns = [("user", "."), ("assistant", _ANSWER), ("user", text)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    _, *after = _render(template, messages, special_tokens).split(_ANSWER)
+    if len(after) != 1:
+        raise UsageError(
+            "the model's chat template does not show an earlier answer as it was, so that no conversation can be "
+            "continued with it; use --raw"
+        )
+    return after[0]
+
+
+def _render(template: str, messages: list[dict[str, str]], special_tokens: Mapping[str, str]) -> str:
     environment = minijinja.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -33,7 +57,7 @@ def render_chat(template: str, text: str, special_tokens: Mapping[str, str]) -> 
     try:
         return environment.render_str(
             source,
-            messages=[{"role": "user", "content": text}],
+            messages=messages,
             add_generation_prompt=True,
             tools=None,
             documents=None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
+import xxhash
 
 from swapkv_jax.errors import ModelError, UsageError
-from swapkv_jax.models.chat import render_chat
+from swapkv_jax.models.chat import render_chat, render_turn
 
 _CONTEXT = 8  # ids of a prompt that a stream decodes against: enough for any multi-token character
 
@@ -42,6 +43,11 @@ class Tokenizer:
     def eos_token(self) -> str | None:
         return self.special_tokens.get("eos_token")
 
+    @property
+    def digest(self) -> str:
+        """32 hex digits over everything that text is turned into ids by; equal ones give equal ids."""
+        return xxhash.xxh3_128(self._backend.to_str().encode()).hexdigest()
+
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its spelling, or None."""
         return self._backend.token_to_id(token)
@@ -58,7 +64,32 @@ class Tokenizer:
             if self.chat_template is None:
                 raise UsageError("the model has no chat template; use --raw to continue the text as it is")
             text = render_chat(self.chat_template, text, self.special_tokens)
-        ids = self._backend.encode(text + answer, add_special_tokens=not chat).ids
+        return self._ids(text + answer, add_special_tokens=not chat)
+
+    def encode_turn(self, text: str, history: Sequence[int], *, chat: bool) -> list[int]:
+        """Token ids that continue `history`, which ends with an answer of the model's.
+
+        `chat=True` ends the answer's turn, if its last token has not, and adds `text` as the user's next message,
+        up to where the assistant answers. `chat=False` goes on with `text` as it is.
+        Raises as `encode`.
+        """
+        if not chat:
+            return self._ids(text, add_special_tokens=False)
+        if self.chat_template is None:
+            raise UsageError("the model has no chat template; use --raw to continue the text as it is")
+        turn = render_turn(self.chat_template, text, self.special_tokens)
+        last = self._backend.id_to_token(history[-1]) if history else None
+        if last is not None and self._backend.token_to_id(last) in self._special_ids:
+            turn = turn.removeprefix(last)  # the answer has ended its turn itself
+        return self._ids(turn, add_special_tokens=False)
+
+    @property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if ids and max(ids) >= self._vocab:
             worst = max(ids)
             raise ModelError(
