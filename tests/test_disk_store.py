@@ -728,6 +728,28 @@ def test_files_in_use_elsewhere_are_left_alone(tmp_path):
             assert third.reclaimed_bytes == 0
 
 
+def test_unlinked_files_can_be_opened_by_nobody_and_leave_nothing(tmp_path):
+    with DiskStore(tmp_path, limit_bytes=900_000, fingerprint="model-1", unlinked=True) as store:
+        file = fill(create(store, groups=100))
+        assert list(tmp_path.iterdir()) == []
+        assert store.bytes_used > 3 * 100 * PAYLOAD
+        assert np.array_equal(read(file, 1, 0, 100), content(1, 0, 100))
+        write(file, 2, 100, 5)
+        assert np.array_equal(read(file, 2, 100, 5), content(2, 100, 5))
+        with pytest.raises(TierError, match="already stored"):
+            create(store)
+        with pytest.raises(TierError, match="is full"):
+            create(store, "t", groups=300)
+        create(store, "u", groups=1)
+        assert store.open("s") is file
+        store.finish("s")
+        with pytest.raises(TierError, match="errno 2"):
+            store.open("s")
+        store.delete("u")
+        assert store.bytes_used == 0
+        create(store, "t", groups=150)
+
+
 def test_names(store):
     for name in ("", "x" * 198):
         with pytest.raises(UsageError, match="characters"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -295,6 +297,38 @@ def test_what_a_lost_file_held_is_computed_again(tmp_path, how):
             check(session, ids)
         with store.open("a") as session:
             check(session, range(300))
+
+
+# ---- privacy ----
+
+
+def test_nobody_else_can_look_in(tmp_path):
+    with open_store(tmp_path / "store") as store, store.open("s") as session:
+        say(session, range(100))
+        session.commit(range(100), {})
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.directory.iterdir()}
+        assert {name.rpartition(".")[2] for name in modes} == {
+            "kv",
+            "lock",
+            "sqlite",
+            "sqlite-wal",
+            "sqlite-shm",
+        }
+        assert set(modes.values()) == {0o600}
+        assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o702])
+def test_a_store_open_to_others_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(UsageError, match=rf"open to other users \(mode {mode:o}\); chmod 700 "):
+        open_store(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_of_somebody_else_is_refused(tmp_path):
+    with patch("os.geteuid", lambda: 12345), pytest.raises(UsageError, match=r"not to 12345 .*--store-dir"):
+        open_store(tmp_path)
 
 
 # ---- room ----

@@ -16,6 +16,7 @@ from swapkv_jax.sessions.info import SessionInfo, session_infos
 from swapkv_jax.sessions.layout import Layout
 from swapkv_jax.sessions.lost import shorten_lost
 from swapkv_jax.sessions.prefix import shared_prefix
+from swapkv_jax.sessions.privacy import check_private
 from swapkv_jax.sessions.session import Durability, Session
 from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
@@ -51,7 +52,7 @@ class SessionStore:
           cipher: encrypts what is written; only sessions of the same cipher and key are opened or shared from.
 
         Raises:
-          UsageError: the directory cannot be made or written.
+          UsageError: the directory cannot be made or written, or is not this user's alone.
           TierError: the catalogue is damaged, or the limit leaves no room for one.
         """
         self.identity = identity
@@ -59,6 +60,7 @@ class SessionStore:
         self.notes: list[str] = []
         self._cipher = cipher or Plain()
         self._open: dict[str, tuple[Session, int]] = {}
+        check_private(Path(directory))
         self._disk = DiskStore(
             directory, limit_bytes=limit_bytes, fingerprint=identity.fingerprint, syscalls=syscalls
         )

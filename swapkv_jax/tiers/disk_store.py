@@ -44,10 +44,13 @@ class DiskStore:
         limit_bytes: int | None,
         fingerprint: str,
         syscalls: Syscalls | None = None,
+        unlinked: bool = False,
     ) -> None:
         """Open or make (mode 0700) `directory`, probe what I/O it takes, sweep what killed processes left.
 
-        `fingerprint` names the model whose KV this is; only its own files are opened. Afterwards
+        `fingerprint` names the model whose KV this is; only its own files are opened. `unlinked` ones lose their
+        names as soon as they are made: whatever becomes of this process, nothing is left that anyone could open,
+        but nothing outlives `finish` either, and stores of other processes do not count their bytes. Afterwards
         `support.note`, where not None, is a line the user should see, and `reclaimed_bytes` is what the
         sweep freed.
 
@@ -56,6 +59,7 @@ class DiskStore:
         """
         self.limit_bytes = limit_bytes
         self.fingerprint = fingerprint
+        self._unlinked = unlinked
         self._syscalls = syscalls or Syscalls()
         self._counters = IoCounters()
         self._order = SequenceOrder()
@@ -95,7 +99,10 @@ class DiskStore:
     @property
     def bytes_used(self) -> int:
         """Real bytes of all files in the directory, leftovers and other processes' included."""
-        return self._directory.bytes_used
+        unlinked = self._files.values() if self._unlinked else ()
+        return self._directory.bytes_used + sum(
+            os.fstat(file.descriptor).st_blocks * 512 for file in unlinked
+        )
 
     @property
     def direct(self) -> bool:
@@ -118,7 +125,7 @@ class DiskStore:
         return self._order.past
 
     def __contains__(self, sequence: str) -> bool:
-        return self._directory.file(sequence).exists()
+        return sequence in self._files or self._directory.file(sequence).exists()
 
     def create(
         self,
@@ -172,7 +179,7 @@ class DiskStore:
         )
         path = self._directory.file(sequence)
         with self._directory.exclusive():
-            if path.exists():
+            if path.exists() or sequence in self._files:
                 raise TierError(
                     f"sequence {sequence!r} is already stored in {path}; open it or delete it first"
                 )
@@ -185,9 +192,11 @@ class DiskStore:
                 self._syscalls.try_lock(descriptor, shared=shared)
                 file = self._attach(path, header, descriptor)
                 file.initialise(prompt_groups)
+                if self._unlinked:
+                    path.unlink()
             except BaseException:
                 self._detach(sequence, descriptor)
-                path.unlink()
+                path.unlink(missing_ok=True)
                 self._order.discard(sequence)
                 raise
             return file
@@ -255,6 +264,9 @@ class DiskStore:
             if sequence not in self._files:
                 raise TierError(f"sequence {sequence!r} is not open in {self.directory}")
             file = self._files[sequence]
+            if self._unlinked:
+                self._remove(sequence)
+                return
             if sequence.startswith(SESSION_PREFIX):
                 self._order.discard(sequence)  # it is the catalogue that orders sessions
             else:
@@ -271,7 +283,7 @@ class DiskStore:
         """
         path = self._directory.file(sequence)
         with self._directory.exclusive():
-            if not path.exists():
+            if not path.exists() and sequence not in self._files:
                 raise TierError(f"no sequence {sequence!r} is stored in {self.directory}")
             if not self._evictable(sequence):
                 raise TierError(f"{path} is in use by another process; wait for it to finish")
@@ -316,8 +328,8 @@ class DiskStore:
         self._directory.sync()
 
     def size(self, sequence: str) -> int:
-        """Real bytes of a sequence; 0 if it is missing."""
-        return self._directory.size(sequence) if sequence in self else 0
+        """Real bytes of a sequence's file in the directory; 0 if there is none."""
+        return self._directory.size(sequence) if self.path(sequence).exists() else 0
 
     def shrink(self, nbytes: int) -> list[str]:
         """Evict past sequences and sessions until everything takes `nbytes`. Returns the sessions' names.
