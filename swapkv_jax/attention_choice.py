@@ -6,6 +6,7 @@ kernels read packed slots instead, K and V side by side, each slot of one head a
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Literal
 
 from swapkv_jax.errors import PlanError
@@ -17,6 +18,10 @@ DTYPES = ("float32", "bfloat16")
 MAX_GROUP, MAX_REPEAT, MAX_HEADS = 16, 16, 16
 LANES = 128  # of a TPU's tiles: it pads the last dimension of every array to whole ones
 MIN_CAPABILITY = 9.0  # of a GPU: Hopper's asynchronous copies
+MIN_JAX = (
+    0,
+    12,
+)  # of a GPU: before, XLA put no Mosaic kernel into a command buffer, and divided the segment's in two
 
 
 def slot_width(attention: Attention, head_dim: int) -> int:
@@ -48,6 +53,11 @@ def default_attention(
     attention = kernels.get(platform, "xla")
     if attention == "mosaic_gpu" and (capability is None or capability < MIN_CAPABILITY):
         return "xla", capability_refusal(capability)
+    if attention == "mosaic_gpu" and (found := _jax_version()) < MIN_JAX:
+        return (
+            "xla",
+            f"attention mosaic_gpu divides a CUDA graph before JAX {_dots(MIN_JAX)}; this is {_dots(found)}",
+        )
     reason = refusal(
         attention,
         kv_heads=kv_heads,
@@ -93,6 +103,15 @@ def check_capability(attention: Attention, capability: float | None) -> None:
     lowering refuses the kernel."""
     if attention == "mosaic_gpu" and capability is not None and capability < MIN_CAPABILITY:
         raise PlanError(capability_refusal(capability))
+
+
+def _jax_version() -> tuple[int, int]:
+    major, minor = version("jax").split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dots(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _whole_lanes(size: int) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import assert_same, decode, geometry, prompts_of, random_model
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from swapkv_jax.kernels.versions import (  # pyright: ignore[reportMissingImports]
     gpu_interpreter,
@@ -32,6 +32,7 @@ INTERPRETED: dict[Attention, Any] = {
     "mosaic_gpu": gpu_interpreter(detect_races=False),
 }
 TOLERANCE = 1e-5
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # each size compiles for ten seconds
 KERNELS = "swapkv_jax.kernels.gather_attention"
 every_kernel = pytest.mark.parametrize("attention", INTERPRETED)
 
@@ -133,11 +134,13 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     for row in range(b):
         held = slice(0, lengths[row] % tokens + 1)
         both = np.concatenate([np.asarray(part)[row, :, held] for part in expected[1]], axis=-1)
-        np.testing.assert_array_equal(np.asarray(ours[1][0])[row, :, held, : 2 * dim], both)
+        near(np.asarray(ours[1][0])[row, :, held, : 2 * dim], both)
     # Where a group is not complete its mean is of NaN, in both: nobody looks at it.
-    np.testing.assert_array_equal(np.asarray(ours[2], np.float32), np.asarray(expected[2], np.float32))
+    summaries = (np.asarray(part[2], np.float32) for part in (ours, expected))
+    np.testing.assert_allclose(*summaries, rtol=2e-2, atol=2e-2)  # bfloat16
     for mine, theirs in zip(ours[3:], expected[3:], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        for row, other in zip(np.asarray(mine).tolist(), np.asarray(theirs).tolist(), strict=True):
+            assert len(set(row) - set(other)) <= 1, (row, other)  # a tie may go either way
 
 
 @every_kernel
@@ -149,7 +152,7 @@ def test_segment_equals_xla(attention: Attention, seed: int, used: tuple[int, ..
 
 @pytest.mark.slow
 @every_kernel
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None, phases=NO_SHRINKING)
 @given(data=st.data())
 def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObject) -> None:
     draw = data.draw
@@ -243,11 +246,22 @@ def test_off_its_platform_a_kernel_is_refused_by_name(attention: Attention) -> N
     ],
 )
 def test_the_planner_takes_the_platforms_kernel(
-    platform: str, capability: float | None, expected: Attention
+    monkeypatch: pytest.MonkeyPatch, platform: str, capability: float | None, expected: Attention
 ) -> None:
+    monkeypatch.setattr("swapkv_jax.attention_choice.version", lambda name: "0.12.0.1")
     model = geometry(head_dim=64)
     plan = make_plan(model, cache="group", max_context=64, platform=platform, capability=capability)
     assert plan.attention == expected
+
+
+def test_kernels_that_would_divide_a_cuda_graph_are_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"kv_heads": 2, "heads": 4, "head_dim": 64, "group_tokens": 4, "dtype": "bfloat16"}
+    for found, expected in (("0.10.2", "xla"), ("0.11.2", "xla"), ("0.12.0.1", "mosaic_gpu")):
+        monkeypatch.setattr("swapkv_jax.attention_choice.version", lambda name, found=found: found)
+        attention, why = default_attention("gpu", **sizes, capability=9.0)
+        assert attention == expected
+        assert (why is None) == (expected == "mosaic_gpu")
+        assert default_attention("tpu", **sizes) == ("mosaic_tpu", None)
 
 
 def test_sizes_that_no_kernel_serves_get_xla_and_a_reason() -> None:
