@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from tiny import tiny_checkpoint
 from tool_runs import Outcome, run_tool
 
+from swapkv_jax import attention_choice, program
 from swapkv_jax import plan as plan_module
-from swapkv_jax import program
 from swapkv_jax.plan_buffers import Buffer, plan_buffers
 from swapkv_jax.planner import weight_bytes
 from swapkv_jax.sampling import Sampling
@@ -95,8 +96,8 @@ def test_every_policy_compiles_for_the_cpu(run: Run) -> None:
 def test_a_plan_from_a_file(
     run: Run, tmp_path: Path, config: Path, tools: Callable[[str], ModuleType]
 ) -> None:
-    models = tools("portability_models")
-    plan = models.plan_for("layer/dram", models.subject(str(config), 1, 32), "cpu")
+    models, targets = tools("portability_models"), tools("portability_targets").TARGETS
+    plan = models.plan_for("layer/dram", models.subject(str(config), 1, 32), targets["cpu"])
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     done = run("--targets", "cpu", "--plan", str(file), "--quiet")
@@ -105,16 +106,25 @@ def test_a_plan_from_a_file(
     assert [(row["plan"], row["plan_hash"]) for row in done.report["rows"]] == [("plan.json", plan.hash)]
 
 
-def test_built_in_models_are_those_that_the_tool_names(tools: Callable[[str], ModuleType]) -> None:
-    """Every built-in plan of every kind of target is one that its geometry allows."""
+def test_built_in_models_are_those_that_the_tool_names(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every built-in plan of every target is one that its geometry allows, with the target's kernel if it has one."""
+    monkeypatch.setattr(attention_choice, "version", lambda name: "0.12.0")
     models = tools("portability_models")
     weights = {"smollm2-135m": 134_515_008, "llama-3.1-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
     for name in models.MODELS:
         chosen = models.subject(name, None, None)
         assert weight_bytes(chosen.geometry, "bfloat16") == 2 * weights[name], name
         for label in models.PLANS:
-            for kind in ("cpu", "tpu", "gpu"):
-                models.plan_for(label, chosen, kind).validate(chosen.geometry)
+            for target in tools("portability_targets").TARGETS.values():
+                plan = models.plan_for(label, chosen, target)
+                plan.validate(chosen.geometry)
+                kernels = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
+                expected = (
+                    kernels.get(target.kind, "xla") if label == "group" and target.name != "a100" else "xla"
+                )
+                assert plan.attention == expected, (name, label, target.name)
 
 
 # ---- what must fail --------------------------------------------------------------------------------------
@@ -275,7 +285,9 @@ def test_graphs_larger_than_a_device(
     assert "too large" in done.out
     assert "does not fit one device" in done.out
     file = tmp_path / "plan.json"
-    file.write_text(models.plan_for("resident", models.subject(str(config), 1, 32), "cpu").to_json())
+    file.write_text(
+        models.plan_for("resident", models.subject(str(config), 1, 32), targets.TARGETS["cpu"]).to_json()
+    )
     done = run("--targets", "cpu", "--plan", str(file))
     assert done.code == 1
     assert "bytes of one device, which has 1,000" in done.out
@@ -388,14 +400,25 @@ def test_artefacts_are_for_one_platform(run: Run, tmp_path: Path) -> None:
 def test_the_report_is_plain_json(run: Run) -> None:
     done = run("--targets", "cpu", "--plans", "layer/dram")
     assert json.loads(json.dumps(done.report)) == done.report
-    assert {"jax", "rows", "skipped", "notes", "counts"} == set(done.report)
+    assert {"jax", "compilers", "rows", "skipped", "notes", "counts"} == set(done.report)
+
+
+def test_the_page(run: Run, tmp_path: Path, tools: Callable[[str], ModuleType]) -> None:
+    page = tmp_path / "page.md"
+    done = run("--targets", "cpu,v5e", "--plans", "layer/dram,group", "--markdown", str(page))
+    text = page.read_text()
+    assert "| cpu | layer/dram | 2/2 |" in text
+    assert "| cpu | group, xla |" in text
+    assert all(f"* *{name}*: " in text for name, _ in tools("portability_markdown").COLUMNS)
+    if "v5e" in done.report["skipped"]:
+        assert "* v5e: skipped (install extra aot-tpu)" in text
 
 
 # ---- where the extras are installed ----------------------------------------------------------------------
 
-ALIGNED = {  # sizes that fill a TPU's tiles
+ALIGNED = {  # sizes that fill a TPU's tiles, and a cache that arriving records are little beside
     "model_type": "llama",
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 30,
     "hidden_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -406,25 +429,80 @@ ALIGNED = {  # sizes that fill a TPU's tiles
 }
 
 
-@pytest.mark.parametrize("target", ["v5e", "h100"])
-def test_a_real_compiler(
-    run: Run,
+GROUP_PLAN = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}
+
+
+@pytest.fixture
+def real(
     tools: Callable[[str], ModuleType],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    target: str,
-) -> None:
-    if tools("portability_targets").TARGETS[target].missing():
-        pytest.skip(f"the compiler for {target} is not installed (extras aot-tpu, aot-cuda)")
-    (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
-    out = tmp_path / "real.json"
-    flags = ["--model", str(tmp_path), "--targets", target, "--plans", "layer/dram", "--json", str(out)]
-    done = run_tool(tools("portability").main, flags, out, capfd)
+) -> Callable[..., Outcome]:
+    """Runs the tool on the aligned geometry for a target, whose compiler must be installed."""
+
+    def run(target: str, plans: str) -> Outcome:
+        if tools("portability_targets").TARGETS[target].missing():
+            pytest.skip(f"the compiler for {target} is not installed (extras aot-tpu, aot-cuda)")
+        monkeypatch.setattr(tools("portability"), "SAMPLINGS", (Sampling(),))
+        (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
+        out = tmp_path / "real.json"
+        flags = ["--model", str(tmp_path), "--targets", target, "--plans", plans, "--json", str(out)]
+        return run_tool(tools("portability").main, flags, out, capfd)
+
+    return run
+
+
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_a_real_compiler(real: Callable[..., Outcome], target: str) -> None:
+    done = real(target, "layer/dram,group,group/xla")
     assert done.code == 0, done.out
-    (row,) = done.report["rows"]
-    assert row["status"] == "passed"
-    assert row["planned"] <= row["compiled"] <= 1.02 * row["planned"]
-    if target == "h100":
+    new = attention_choice._jax_version() >= attention_choice.MIN_JAX
+    kernel_here = GROUP_PLAN[target] if new or target == "v5e" else "xla"
+    for row, kernel in zip(done.report["rows"], ("xla", kernel_here, "xla"), strict=True):
+        assert row["status"] == "passed"
+        assert row["attention"] == kernel
+        assert row["planned"] <= row["compiled"] <= 1.02 * row["planned"]
         segment = next(graph for graph in row["graphs"] if graph["name"] == "segment")
-        assert segment["command_buffers"] == 1
-        assert segment["launches"] >= 5
+        assert bool(segment["kernels"]) == (kernel != "xla")
+        assert segment["host"] == 0
+        if target == "h100":
+            assert segment["command_buffers"] == 1
+            assert segment["launches"] >= 5
+    heads = [g["compile_s"] for row in done.report["rows"] for g in row["graphs"] if "head" in g["name"]]
+    assert [seconds > 0 for seconds in heads] == [True, False, False], "what two plans share is compiled once"
+
+
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+@pytest.mark.parametrize(
+    ("plan", "named"),
+    [
+        ("group", "the plan's kernel is not in the compiled graph"),
+        ("group/xla", "a kernel that the plan does not name is in the compiled graph"),
+    ],
+)
+def test_kernels_are_those_of_the_plan(
+    real: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, target: str, plan: str, named: str
+) -> None:
+    """The segment of the other plan in its place."""
+    monkeypatch.setattr(attention_choice, "version", lambda name: "0.12.0")
+    specs = program.decode_specs
+
+    def swapped(plan: Any, *rest: Any) -> Any:
+        other = GROUP_PLAN[target] if plan.attention == "xla" else "xla"
+        return specs(msgspec.structs.replace(plan, attention=other), *rest)
+
+    monkeypatch.setattr(importlib.import_module("portability"), "decode_specs", swapped)
+    done = real(target, plan)
+    assert done.code == 1
+    assert f"{plan} {target} segment: {named}" in done.out
+
+
+def test_a_loop_is_found_in_what_was_compiled_too(
+    real: Callable[..., Outcome], tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools("portability_graph"), "lint", lambda *_: [])
+    monkeypatch.setattr(program, "_segment", with_scan)
+    done = real("h100", "resident")
+    assert done.code == 1
+    assert "command buffers beside kWhile, not exactly one" in done.out

@@ -3,11 +3,13 @@
     python tools/portability.py                                        # all built-in models, plans, targets
     python tools/portability.py --model llama-3.1-8b --plans group --targets v5e,h100
     python tools/portability.py --model path/config.json --plan plan.json --targets cpu --json report.json
+    python tools/portability.py --markdown tools/portability.md                # all, as that page has it
 
 Every graph that a decode step runs is traced, held against rules for its platform (no callback, no dynamic shape; on
-a GPU no loop and no host memory), exported, compiled ahead of time, and held against the plan: argument bytes,
-donated buffers that come back in place, on a GPU one command buffer. Compilers come with the extras `aot-tpu` and
-`aot-cuda`; a target whose compiler is missing is only linted and exported, and reported as skipped.
+a GPU no loop and no host memory), exported, compiled ahead of time, and held against the plan: device and host bytes,
+donated buffers that come back in place, the kernels that the plan names and no others, on a GPU one command buffer.
+Compilers come with the extras `aot-tpu` and `aot-cuda`; a target whose compiler is missing is only linted and
+exported, and reported as skipped.
 
 Exit codes: 0 nothing failed, 1 something did, 2 usage.
 """
@@ -24,10 +26,11 @@ from typing import Any
 import jax
 from flag_types import count
 from portability_bytes import plan_bytes
-from portability_graph import GraphReport, can_serialise, check_graph, names
-from portability_models import MODELS, PLANS, Subject, plan_for, read_plan, subject
+from portability_graph import Checker, GraphReport, can_serialise, names
+from portability_markdown import page
+from portability_models import DEFAULT_PLANS, MODELS, PLANS, Subject, plan_for, read_plan, subject
 from portability_table import table
-from portability_targets import TARGETS, Target
+from portability_targets import TARGETS, Target, compilers
 
 from swapkv_jax import SwapKVError, UsageError
 from swapkv_jax.plan import Plan
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _report(args, say)
         if args.json is not None:
             _write(args.json, json.dumps(report, indent=1) + "\n")
+        if args.markdown is not None:
+            _write(args.markdown, page(report))
     except SwapKVError as error:
         say.always(f"{parser.prog}: error: {error}")
         return error.exit_code
@@ -67,7 +72,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{', '.join(MODELS)}, or a Hugging Face config.json; may be repeated (default: the built-in ones)",
     )
-    add("--plans", type=_names_of(PLANS), default=list(PLANS), metavar="LIST", help=f"of {','.join(PLANS)}")
+    add(
+        "--plans",
+        type=_names_of(PLANS),
+        default=list(DEFAULT_PLANS),
+        metavar="LIST",
+        help=f"of {','.join(PLANS)} (default: all but the last, a platform's kernel if it has one)",
+    )
     add(
         "--plan",
         type=Path,
@@ -85,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=count, metavar="N", help="tokens per row (default: by model)")
     add("--artefacts", type=Path, metavar="DIR", help="write the exported graphs here, one per platform")
     add("--json", type=Path, metavar="FILE", help="write the report, by graph, as JSON")
+    add("--markdown", type=Path, metavar="FILE", help="write the report as a page of documentation")
     add("--quiet", action="store_true", help="nothing on stderr but errors")
     return parser
 
@@ -109,13 +121,18 @@ def _report(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
         _make_directory(args.artefacts)
     targets = [TARGETS[name] for name in args.targets]
     skipped = {t.name: f"skipped ({reason})" for t in targets if (reason := t.missing())}
+    checkers: dict[str, Checker | str] = {target.name: _checker(target) for target in targets}
     rows = []
     for chosen, label, plan, target in _cases(args, subjects, targets):
         say(f"{chosen.name} {label} {target.name}")
-        rows.append(_row(chosen, label, plan, target, args.artefacts, must_fit=args.plan is not None))
+        checker = checkers[target.name]
+        rows.append(
+            _row(chosen, label, plan, target, checker, args.artefacts, must_fit=args.plan is not None)
+        )
     statuses = [row["status"] for row in rows]
     return {
         "jax": jax.__version__,
+        "compilers": compilers(),
         "rows": rows,
         "skipped": skipped,
         "notes": []
@@ -131,45 +148,59 @@ def _cases(
     for chosen in subjects:
         for label in args.plans if args.plan is None else [args.plan.name]:
             for target in targets:
-                plan = plan_for(label, chosen, target.kind) if args.plan is None else read_plan(args.plan)
+                plan = plan_for(label, chosen, target) if args.plan is None else read_plan(args.plan)
                 yield chosen, label, plan, target
 
 
+def _checker(target: Target) -> Checker | str:
+    """What checks graphs on a target, or why its compiler is no use."""
+    try:
+        return Checker(target)
+    except Exception as error:  # whatever its plugin raises: the target cannot be checked, and is no pass
+        return f"its compiler cannot be set up: {str(error).strip().partition(chr(10))[0]}"
+
+
 def _row(
-    chosen: Subject, label: str, plan: Plan, target: Target, artefacts: Path | None, *, must_fit: bool
+    chosen: Subject,
+    label: str,
+    plan: Plan,
+    target: Target,
+    checker: Checker | str,
+    artefacts: Path | None,
+    *,
+    must_fit: bool,
 ) -> dict[str, Any]:
     """A plan on a target. `must_fit`: graphs that are too large, and a plan that is, count as failures."""
     geometry = chosen.geometry
-    specs = decode_specs(plan, geometry, SAMPLINGS)
     failures: list[str] = []
-    sharding = None
-    if target.missing() is None:
-        try:
-            sharding = target.sharding()
-        except Exception as error:  # whatever its plugin raises: the target cannot be checked, and is no pass
-            failures.append(f"its compiler cannot be set up: {str(error).strip().partition(chr(10))[0]}")
-    graphs = []
-    for name, spec in zip(names(specs), specs, strict=True):
-        file = f"{chosen.name}.{label.replace('/', '-')}.{name}.{target.platform}.jax_export"
-        graphs.append(check_graph(name, spec, target, sharding, artefacts and artefacts / file))
+    graphs: list[GraphReport] = []
+    if isinstance(checker, str):
+        failures.append(checker)
+    else:
+        specs = decode_specs(plan, geometry, SAMPLINGS)
+        for name, spec in zip(names(specs), specs, strict=True):
+            file = f"{chosen.name}.{label.replace('/', '-')}.{name}.{target.platform}.jax_export"
+            kernel = plan.attention != "xla" and spec.name == "segment"
+            graphs.append(checker.check(name, spec, kernel=kernel, artefact=artefacts and artefacts / file))
     weights, memory = weight_bytes(geometry, plan.dtype), plan.memory(geometry)
     needed = memory.device + memory.prefill + weights
     fits = target.memory is None or needed <= target.memory
     if must_fit and not fits:
         failures.append(f"the plan needs {needed:,} bytes of one device, which has {target.memory:,}")
-    compiled = [graph.taken for graph in graphs if graph.compiled]
-    held = plan_bytes(plan, geometry, compiled) if len(compiled) == len(graphs) else None
+    made = [graph.compiled for graph in graphs if graph.compiled is not None and graph.has_bytes]
+    held = plan_bytes(plan, geometry, [m.taken for m in made]) if made and len(made) == len(graphs) else None
     failures += held.problems if held is not None else ()
     return {
         "model": chosen.name,
         "plan": label,
         "plan_hash": plan.hash,
         "policy": plan.policy,
+        "attention": plan.attention,
         "batch": plan.batch,
         "context": plan.max_context,
         "dtype": plan.dtype,
         "target": target.name,
-        "status": _status(graphs, failures, sharding is None),
+        "status": _status(graphs, failures, target.missing() is not None),
         "failures": failures,
         "fits": fits,
         "planned": memory.device + memory.aliased,
@@ -177,18 +208,18 @@ def _row(
         "unplanned": None if held is None else held.unplanned,
         "prefill": memory.prefill,
         "weights": weights,
-        "temporaries": max((g.temporaries or 0 for g in graphs), default=0) if compiled else None,
+        "temporaries": max((m.temporaries or 0 for m in made), default=0) if made else None,
         "device_memory": target.memory,
         "graphs": [graph.to_dict() for graph in graphs],
     }
 
 
 def _status(graphs: list[GraphReport], failures: list[str], missing: bool) -> str:
-    if failures or any(graph.failures for graph in graphs):
+    if failures or any(graph.to_dict()["failures"] for graph in graphs):
         return "failed"
     if missing:
         return "skipped"
-    return "too large" if any(graph.too_large for graph in graphs) else "passed"
+    return "too large" if any(g.compiled and g.compiled.too_large for g in graphs) else "passed"
 
 
 def _make_directory(path: Path) -> None:

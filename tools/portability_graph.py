@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,31 +22,65 @@ from portability_thunks import read_thunks
 
 from swapkv_jax.graph import GraphSpec
 
+_CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
+_KERNELS = (
+    "tpu_custom_call",
+    "mosaic_gpu",
+)  # how the calls of Pallas kernels begin; XLA's own have other names
 
-@dataclass(kw_only=True)
-class GraphReport:
-    """Bytes are None where nothing was compiled. `failures` are checks that did not hold; `too_large` says that the
-    compiler found no room for the graph on one device; `artefact_bytes` is None where nothing was serialised."""
 
-    name: str
-    failures: list[str] = field(default_factory=list)
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What a compiler made of one program. Bytes are None where it made nothing.
+
+    Attributes:
+      failures: what it refused, or did otherwise than a decode graph must. too_large: it found no room on one device.
+      outputs: bytes of those that are not donated arguments coming back. host: bytes of any kind in host memory.
+      kernels: names of the custom calls that are kernels.
+      command_buffers, launches: of a GPU.
+      taken: the arguments, as laid out.
+    """
+
+    failures: tuple[str, ...] = ()
     too_large: str | None = None
-    planned_arguments: int = 0
     arguments: int | None = None
     temporaries: int | None = None
     outputs: int | None = None
+    host: int | None = None
+    kernels: tuple[str, ...] = ()
     command_buffers: int | None = None
     launches: int | None = None
     compile_s: float | None = None
+    taken: tuple[Argument, ...] = field(default=(), repr=False)
+
+
+@dataclass(kw_only=True)
+class GraphReport:
+    """A graph of a plan. `failures` are checks that did not hold; `artefact_bytes` is None where nothing was
+    serialised, `compiled` where no compiler was asked."""
+
+    name: str
+    failures: list[str] = field(default_factory=list)
+    planned_arguments: int = 0
     artefact_bytes: int | None = None
-    taken: list[Argument] = field(default_factory=list, repr=False)
+    compiled: Compiled | None = None
 
     @property
-    def compiled(self) -> bool:
-        return self.arguments is not None
+    def has_bytes(self) -> bool:
+        return self.compiled is not None and self.compiled.arguments is not None
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "taken"}
+        made = self.compiled or Compiled()
+        return {
+            "name": self.name,
+            "failures": [*self.failures, *made.failures],
+            "planned_arguments": self.planned_arguments,
+            "artefact_bytes": self.artefact_bytes,
+            **{f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in _APART},
+        }
+
+
+_APART = ("taken", "failures")
 
 
 def names(specs: Sequence[GraphSpec]) -> list[str]:
@@ -60,33 +96,59 @@ def can_serialise() -> bool:
     return find_spec("flatbuffers") is not None
 
 
-def check_graph(
-    name: str,
-    spec: GraphSpec,
-    target: Target,
-    sharding: jax.sharding.Sharding | None,
-    artefact: Path | None,
-) -> GraphReport:
-    """Checks one graph.
+class Checker:
+    """Checks graphs on one target. Plans share graphs (the head of all policies is one): what lowers to the same
+    program is compiled once, and its seconds count where that was."""
 
-    Args:
-      sharding: of the target's device; None where its compiler is missing. Lint and export need no compiler.
-      artefact: where the exported graph goes, if anywhere.
-    """
-    report = GraphReport(name=name, planned_arguments=spec.argument_bytes)
-    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    traced = spec.trace(sharding or host)
-    report.failures += lint(traced.jaxpr, target.platform)
-    if report.failures:
-        return report  # a compiler's complaint about the same would say less
-    _export(report, spec, target, artefact)
-    if sharding is None:
+    def __init__(self, target: Target):
+        """A target whose compiler is installed is set up here; whatever that raises is raised."""
+        self._target = target
+        self._sharding = None if target.missing() else target.sharding()
+        self._known: dict[str, Compiled] = {}
+
+    def check(
+        self, name: str, spec: GraphSpec, *, kernel: bool = False, artefact: Path | None = None
+    ) -> GraphReport:
+        """Lint and export, which need no compiler; then compile where there is one.
+
+        Args:
+          kernel: the plan says that a kernel computes part of this graph; otherwise none may.
+          artefact: where the exported graph goes, if anywhere.
+        """
+        report = GraphReport(name=name, planned_arguments=spec.argument_bytes)
+        host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        # A kernel's trace refuses only to be lowered for the host.
+        traced = spec.trace(self._sharding or host)
+        report.failures += lint(traced.jaxpr, self._target.platform)
+        if report.failures:
+            return report  # a compiler's complaint about the same would say less
+        _export(report, spec, self._target, artefact)
+        if self._sharding is None:
+            return report
+        room = self._target.memory
+        if room is not None and spec.argument_bytes > room:
+            why = f"its arguments take {spec.argument_bytes:,} bytes of {room:,}"
+            report.compiled = Compiled(too_large=why)
+            return report
+        report.compiled = self._compiled(spec, traced)
+        if report.has_bytes:
+            report.failures += _kernel_problems(kernel, report.compiled.kernels)
         return report
-    if target.memory is not None and spec.argument_bytes > target.memory:
-        report.too_large = f"its arguments take {spec.argument_bytes:,} bytes of {target.memory:,}"
-        return report
-    _compile(report, spec, traced, target)
-    return report
+
+    def _compiled(self, spec: GraphSpec, traced: jax.stages.Traced) -> Compiled:
+        lowered = traced.lower()
+        key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if key in self._known:
+            return dataclasses.replace(self._known[key], compile_s=0.0)
+        made = self._known[key] = _compile(spec, lowered, self._target)
+        return made
+
+
+def _kernel_problems(wanted: bool, found: tuple[str, ...]) -> Iterator[str]:
+    if wanted and not found:
+        yield "the plan's kernel is not in the compiled graph: XLA's own operations took its place"
+    if found and not wanted:
+        yield f"a kernel that the plan does not name is in the compiled graph ({', '.join(found)})"
 
 
 def _export(report: GraphReport, spec: GraphSpec, target: Target, artefact: Path | None) -> None:
@@ -101,49 +163,61 @@ def _export(report: GraphReport, spec: GraphSpec, target: Target, artefact: Path
         artefact.write_bytes(content)
 
 
-def _compile(report: GraphReport, spec: GraphSpec, traced: jax.stages.Traced, target: Target) -> None:
+def _compile(spec: GraphSpec, lowered: jax.stages.Lowered, target: Target) -> Compiled:
+    failures: list[str] = []
+    command_buffers = launches = None
     with tempfile.TemporaryDirectory(prefix="portability-") as dump:
         options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if target.kind == "gpu" else None
         started = time.perf_counter()
         try:
-            compiled = traced.lower().compile(options)
+            compiled = lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
             message = str(error).strip().partition("\n")[0]
             if "RESOURCE_EXHAUSTED" in message:
-                report.too_large = message
-            else:
-                report.failures.append(f"does not compile: {message}")
-            return
-        report.compile_s = round(time.perf_counter() - started, 2)
+                return Compiled(too_large=message)
+            return Compiled(failures=(f"does not compile: {message}",))
+        seconds = round(time.perf_counter() - started, 2)
         if target.kind == "gpu":
             thunks = read_thunks(Path(dump))
-            report.command_buffers, report.launches = thunks.command_buffers, thunks.launches
-            if thunks.problem:
-                report.failures.append(thunks.problem)
-    report.taken = arguments(spec, compiled)
-    _check_bytes(report, spec, compiled, target)
-
-
-def _check_bytes(report: GraphReport, spec: GraphSpec, compiled: jax.stages.Compiled, target: Target) -> None:
+            command_buffers, launches = thunks.command_buffers, thunks.launches
+            failures += [thunks.problem] if thunks.problem else []
     stats = compiled.memory_analysis()
     assert stats is not None, "the backend gives no memory analysis"
-    report.arguments = stats.argument_size_in_bytes
-    report.temporaries = stats.temp_size_in_bytes
-    report.outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    taken = arguments(spec, compiled)
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
+    failures += _byte_problems(spec, stats, taken, host)
+    return Compiled(
+        failures=tuple(failures),
+        arguments=stats.argument_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        host=host,
+        kernels=tuple(sorted({c for c in _CUSTOM_CALL.findall(_text(compiled)) if c.startswith(_KERNELS)})),
+        command_buffers=command_buffers,
+        launches=launches,
+        compile_s=seconds,
+        taken=tuple(taken),
+    )
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    assert text is not None, "the backend gives no text of what it compiled"
+    return text
+
+
+def _byte_problems(spec: GraphSpec, stats: Any, taken: Sequence[Argument], host: int) -> Iterator[str]:
     # A layout that pads nothing gives what the plan says; a TPU's tiles pad, and `plan_bytes` bounds by how much.
-    laid_out = sum(argument.bytes for argument in report.taken)
+    laid_out = sum(argument.bytes for argument in taken)
     if stats.argument_size_in_bytes != laid_out:
-        report.failures.append(
-            f"arguments: {report.arguments:,} bytes compiled, {laid_out:,} by their layouts, "
+        yield (
+            f"arguments: {stats.argument_size_in_bytes:,} bytes compiled, {laid_out:,} by their layouts, "
             f"{spec.argument_bytes:,} planned"
         )
     donated = sum(
         leaf.size * leaf.dtype.itemsize for i in spec.donate for leaf in jax.tree.leaves(spec.arguments[i])
     )
     if stats.alias_size_in_bytes < donated:
-        report.failures.append(
-            f"of {donated:,} donated bytes {stats.alias_size_in_bytes:,} come back in place; buffers would move"
-        )
-    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    if target.kind == "gpu" and host:
-        report.failures.append(f"{host:,} bytes in host memory")
+        yield f"of {donated:,} donated bytes {stats.alias_size_in_bytes:,} come back in place; buffers would move"
+    if host:
+        yield f"{host:,} bytes in host memory, where the plan has none of this graph's buffers"

@@ -10,7 +10,7 @@ import jax
 _LOOPS = ("scan", "while")
 _OUTSIDE = ("debug_print", "infeed", "outfeed")
 # What a kernel does inside is its own: its loops and memory spaces are not XLA's.
-_KERNELS = ("pallas_call", "core_map")
+_KERNELS = ("pallas_call", "core_map", "mpmd_map")
 
 
 def lint(jaxpr: Any, platform: str) -> list[str]:

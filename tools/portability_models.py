@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from portability_targets import Target
 
 from swapkv_jax.errors import ModelError, UsageError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.models.hf_config import geometry_from_hf_config
-from swapkv_jax.plan import Plan
+from swapkv_jax.plan import DType, Plan
 from swapkv_jax.planner import make_plan
 
 
@@ -88,9 +87,9 @@ _CONFIGS: dict[str, tuple[dict[str, Any], int, int]] = {  # with rows and tokens
     ),
 }
 MODELS = tuple(_CONFIGS)
-PLANS = ("resident", "layer/dram", "layer/disk", "group")
-TPU_LANES = 128  # the last dimension of a TPU's tiles
-DTYPES = {"cpu": "float32", "tpu": "bfloat16", "gpu": "bfloat16"}
+DEFAULT_PLANS = ("resident", "layer/dram", "layer/disk", "group")
+PLANS = (*DEFAULT_PLANS, "group/xla")  # `group` attends by the kernel of the platform, where it has one
+DTYPES: dict[str, DType] = {"cpu": "float32", "tpu": "bfloat16", "gpu": "bfloat16"}
 
 
 def subject(source: str, batch: int | None, context: int | None) -> Subject:
@@ -111,26 +110,23 @@ def subject(source: str, batch: int | None, context: int | None) -> Subject:
     return Subject(path.parent.name, geometry, batch or 8, context or min(8192, geometry.context_limit))
 
 
-def plan_for(choice: str, chosen: Subject, kind: str) -> Plan:
-    """The planner's plan of one of `PLANS` for devices of a kind ("cpu", "tpu" or "gpu").
+def plan_for(choice: str, chosen: Subject, target: Target) -> Plan:
+    """The planner's plan of one of `PLANS` for a target.
 
     Raises:
       PlanError: the geometry or the sizes allow none.
     """
-    policy, _, tier = choice.partition("/")
-    fields: dict[str, Any] = {"cache": policy, "platform": kind, "dtype": DTYPES[kind]}
-    if tier:
-        fields["tier"] = tier
-    plan = make_plan(chosen.geometry, batch=chosen.batch, max_context=chosen.context, **fields)
-    return _whole_tiles(plan) if kind == "tpu" and plan.selection is not None else plan
-
-
-def _whole_tiles(plan: Plan) -> Plan:
-    """With more reuse slots, so that a layer's slots fill whole tiles: a TPU would pad them to that anyway."""
-    assert plan.selection is not None
-    unit = math.lcm(TPU_LANES, plan.group_tokens) // plan.group_tokens
-    slots = -(-(plan.selection.reuse_slots + 1) // unit) * unit - 1  # one more is there for padding
-    return msgspec.structs.replace(plan, selection=msgspec.structs.replace(plan.selection, reuse_slots=slots))
+    policy, _, variant = choice.partition("/")
+    fields: dict[str, Any] = {"cache": policy, "platform": target.kind, "capability": target.capability}
+    if variant:
+        fields["tier" if policy == "layer" else "attention"] = variant
+    return make_plan(
+        chosen.geometry,
+        batch=chosen.batch,
+        max_context=chosen.context,
+        dtype=DTYPES[target.kind],
+        **fields,
+    )
 
 
 def read_plan(path: Path) -> Plan:

@@ -11,15 +11,16 @@ GIB = 1 << 30
 def table(report: dict[str, Any]) -> str:
     """A line per model, plan and target; then what failed, what does not fit and what was skipped, by name."""
     lines = [
-        f"{'model':14} {'plan':11} {'target':6} {'graphs':>7} {'planned':>9} {'compiled':>9} {'temp':>7} "
-        f"{'weights':>8} {'of':>6} {'buffers':>8} {'launches':>8} {'seconds':>7}  status"
+        f"{'model':14} {'plan':11} {'attention':10} {'target':6} {'graphs':>7} {'planned':>9} {'compiled':>9} "
+        f"{'temp':>7} {'weights':>8} {'of':>6} {'buffers':>8} {'launches':>8} {'seconds':>7}  status"
     ]
     lines += [_line(row) for row in report["rows"]]
     lines += [
         "",
-        "GiB on one device; graphs that passed of all; command buffers and launches per graph set (GPU)",
+        "GiB on one device; graphs that passed of all; command buffers of all graphs and launches of the segment "
+        "(GPU); seconds of compiling what no row above had",
     ]
-    lines += [line for row in report["rows"] for line in _details(row)]
+    lines += [line for row in report["rows"] for line in details(row)]
     lines += [f"{name}: {reason}" for name, reason in report["skipped"].items()]
     lines += [f"note: {note}" for note in report["notes"]]
     counts = report["counts"]
@@ -28,22 +29,32 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    graphs = row["graphs"]
-    good = sum(not g["failures"] and g["arguments"] is not None for g in graphs)
-    buffers = [g["command_buffers"] for g in graphs if g["command_buffers"] is not None]
-    launches = [g["launches"] for g in graphs if g["launches"] is not None]
     memory = "-" if row["device_memory"] is None else f"{row['device_memory'] / GIB:.0f}"
-    seconds = sum(g["compile_s"] or 0 for g in graphs)
+    seconds = sum(g["compile_s"] or 0 for g in row["graphs"])
     return (
-        f"{row['model']:14} {row['plan']:11} {row['target']:6} {f'{good}/{len(graphs)}':>7} "
-        f"{_gib(row['planned'], '9.3f')} {_gib(row['compiled'], '9.3f')} {_gib(row['temporaries'], '7.3f')} "
-        f"{_gib(row['weights'], '8.3f')} {memory:>6} {sum(buffers) if buffers else '-':>8} "
-        f"{sum(launches) if launches else '-':>8} {seconds:7.1f}  {row['status']}"
+        f"{row['model']:14} {row['plan']:11} {row['attention']:10} {row['target']:6} "
+        f"{good_graphs(row):>7} "
+        f"{gib(row['planned'], '9.3f')} {gib(row['compiled'], '9.3f')} {gib(row['temporaries'], '7.3f')} "
+        f"{gib(row['weights'], '8.3f')} {memory:>6} {of_graphs(row, 'command_buffers'):>8} "
+        f"{of_graphs(row, 'launches', 'segment'):>8} {seconds:7.1f}  {row['status']}"
         + ("" if row["fits"] else "; does not fit one device")
     )
 
 
-def _details(row: dict[str, Any]) -> Iterator[str]:
+def good_graphs(row: dict[str, Any]) -> str:
+    """Graphs of a row that were compiled and passed every check, of all."""
+    graphs = row["graphs"]
+    return f"{sum(not g['failures'] and g['arguments'] is not None for g in graphs)}/{len(graphs)}"
+
+
+def of_graphs(row: dict[str, Any], field: str, name: str = "") -> str:
+    """The sum of a field over a row's graphs, or those of one name; "-" where nothing has it."""
+    values = [g[field] for g in row["graphs"] if g["name"].startswith(name) and g[field] is not None]
+    return str(sum(values)) if values else "-"
+
+
+def details(row: dict[str, Any]) -> Iterator[str]:
+    """What failed of a row, and what was too large, a line each."""
     where = f"{row['model']} {row['plan']} {row['target']}"
     for problem in row["failures"]:
         yield f"FAILED {where}: {problem}"
@@ -57,5 +68,6 @@ def _details(row: dict[str, Any]) -> Iterator[str]:
         yield f"FAILED {where} {', '.join(graphs)}: {problem}"
 
 
-def _gib(value: int | None, form: str) -> str:
+def gib(value: int | None, form: str) -> str:
+    """Bytes as GiB in a format such as "9.3f"; "-" for none."""
     return "-".rjust(int(form.split(".")[0])) if value is None else f"{value / GIB:{form}}"

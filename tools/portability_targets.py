@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +28,14 @@ class Target:
       topology: of a TPU slice, as libtpu names it. A GPU is described in `targets/NAME.textproto`, XLA's
         GpuTargetConfigProto; JAX's topology of an attached GPU has it as `target_config`.
       memory: bytes of one device's HBM, None where the host's memory counts.
+      capability: of a GPU, as "9.0" is said of Hopper.
     """
 
     name: str
     kind: Kind
     topology: str = ""
     memory: int | None = None
+    capability: float | None = None
 
     @property
     def platform(self) -> str:
@@ -79,8 +81,14 @@ def _description(name: str) -> Path:
 
 
 def _gpu_target(name: str) -> Target:
-    found = re.search(r"^\s*device_memory_size: (\d+)", _description(name).read_text(), re.MULTILINE)
-    return Target(name=name, kind="gpu", memory=int(found[1]) if found else None)
+    text = _description(name).read_text()
+    memory = re.search(r"^\s*device_memory_size: (\d+)", text, re.MULTILINE)
+    capability = re.search(r"cuda_compute_capability {\s*major: (\d+)(?:\s*minor: (\d+))?", text)
+    assert memory is not None, f"{_description(name)} lacks device_memory_size"
+    assert capability is not None, f"{_description(name)} lacks cuda_compute_capability"
+    return Target(
+        name=name, kind="gpu", memory=int(memory[1]), capability=float(".".join(capability.groups("0")))
+    )
 
 
 TARGETS: dict[str, Target] = {
@@ -95,3 +103,10 @@ TARGETS: dict[str, Target] = {
         *(_gpu_target(name) for name in ("a100", "h100", "h200", "b200")),
     )
 }
+
+
+def compilers() -> dict[str, str]:
+    """The installed compilers of other devices, with their versions."""
+    known = re.compile(r"libtpu|jax-cuda\d+-pjrt")
+    found = {d.metadata["Name"]: d.version for d in distributions() if known.fullmatch(d.metadata["Name"])}
+    return dict(sorted(found.items()))
