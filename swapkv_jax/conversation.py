@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from swapkv_jax.errors import UsageError
-from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.models import Model
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.session_rows import identity_of
@@ -95,11 +94,3 @@ def _continued(session: Session, model: Model, text: str | None, chat: bool) -> 
             f"session {session.name!r} has ended its answer, so there is nothing to go on with: give --prompt"
         )
     return session.tokens
-
-
-def describe_session(report: dict[str, Any], reused: int) -> str:
-    """What became of a session, in a line for a person."""
-    return (
-        f"session {report['name']!r}: {reused} tokens reused, {report['stored_tokens']} of {report['tokens']} stored"
-        f", {format_bytes(report['bytes_written'])} written ({report['durability']})"
-    )

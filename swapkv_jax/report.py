@@ -142,6 +142,12 @@ def summarise(report: dict[str, Any]) -> str:
             f"  {io['groups_from_dram']} of the {io['groups_read']} others came from DRAM "
             f"({format_bytes(io['bytes_from_dram'])})"
         )
+    if session := report.get("session"):
+        lines.append(
+            f"  session {session['name']!r}: {report['reused_tokens'][0]} tokens reused, {session['stored_tokens']}"
+            f" of {session['tokens']} stored, {format_bytes(session['bytes_written'])} written"
+        )
+        lines += (f"  note: {note}" for note in session["notes"])
     if quality := report.get("quality"):
         lines.append(
             f"  against {quality['reference']} on {quality['tokens']} tokens: KL {quality['kl']:.4f}, "
