@@ -11,20 +11,18 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swapkv_jax.errors import PlanError, SwapKVError, UsageError
+from swapkv_jax.errors import SwapKVError, UsageError
 from swapkv_jax.interrupts import interruptible, interrupts_deferred
 from swapkv_jax.options import check_flags, make_parser, prompt_text
 from swapkv_jax.talk import Talk
 
 if TYPE_CHECKING:  # heavy imports wait until the arguments are known to be good
     from swapkv_jax.models import ModelSource, Tokenizer
-    from swapkv_jax.plan import Plan
+    from swapkv_jax.plan import DType, Plan
 
 
 _SMALLER = "lower --max-context or the rows, or use --cache layer --tier disk"
@@ -80,6 +78,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     texts = [prompt_text(kind, value) for kind, value in options.prompts]
 
     with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
+        from swapkv_jax.decode_plan import decode_plan
         from swapkv_jax.engine import Engine
         from swapkv_jax.models import open_model
         from swapkv_jax.planner import parse_size
@@ -95,7 +94,9 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     if chat and not options.chat:
         say("the model has a chat template and prompts go into it; --raw continues them as they are")
     prompts = [_encode(source.tokenizer, text, chat, i) for i, text in enumerate(texts, start=1)]
-    plan = _plan(options, source, prompts)
+    plan, why = decode_plan(options, source.geometry, [*map(len, prompts)], _dtype(options))
+    if why:
+        say(why)
     if options.dry_run:
         print(plan.to_json())
         print(describe_plan(plan, source.geometry), file=sys.stderr)
@@ -189,52 +190,6 @@ def _encode(tokenizer: Tokenizer, text: str, chat: bool, number: int) -> list[in
     return ids
 
 
-def _plan(options: argparse.Namespace, source: ModelSource, prompts: list[list[int]]) -> Plan:
-    from swapkv_jax.memory_limits import available_memory
-    from swapkv_jax.planner import Budgets, make_plan, parse_size, shortfalls
-
-    geometry = source.geometry
-    longest = max(map(len, prompts))
-    needed = longest + options.max_new_tokens
-    limit = min(options.max_context or geometry.context_limit, geometry.context_limit)
-    if needed > limit:
-        raise UsageError(
-            f"prompt {[len(p) for p in prompts].index(longest) + 1} has {longest} tokens and with "
-            f"{options.max_new_tokens} new ones is over the limit of {limit}; shorten it"
-            + (f" or lower --max-new-tokens to {limit - longest}" if limit > longest else "")
-        )
-    platform = _platform()
-    sizes = {name: getattr(options, name) for name in ("device_memory", "dram_memory", "disk_space")}
-    parsed = {name.split("_")[0]: parse_size(size) for name, size in sizes.items() if size is not None}
-    budgets = Budgets(**parsed, host=available_memory() if platform == "cpu" else None)
-    if options.plan is not None:
-        plan = _load_plan(options.plan)
-        plan.validate(geometry)
-        if plan.batch != len(prompts):
-            raise PlanError(
-                f"the plan is for {plan.batch} row(s), there are {len(prompts)} prompts; match them"
-            )
-        if needed > plan.max_context:
-            raise PlanError(
-                f"the plan's max_context of {plan.max_context} is less than the {needed} tokens needed; "
-                f"shorten the prompt or use a plan for {needed}"
-            )
-        if short := shortfalls(plan, geometry, budgets):
-            raise PlanError(f"the plan {', '.join(short)}; raise the budget or use a smaller plan")
-        return plan
-    return make_plan(
-        geometry,
-        cache=options.cache or "auto",
-        tier=options.tier or "auto",
-        batch=len(prompts),
-        max_context=options.max_context or needed,
-        dtype=options.dtype or ("float32" if platform == "cpu" else "bfloat16"),
-        physical_layers=options.physical_layers,
-        platform=platform,
-        budgets=budgets,
-    )
-
-
 def _reference_plan(options: argparse.Namespace, source: ModelSource, plan: Plan) -> Plan | None:
     """What --compare holds the result against; PlanError now if that does not fit."""
     if options.compare is None:
@@ -253,29 +208,19 @@ def _reference_plan(options: argparse.Namespace, source: ModelSource, plan: Plan
     )
 
 
+def _dtype(options: argparse.Namespace) -> DType:
+    """What the weights will be in, known before there is a plan."""
+    if options.plan is not None:
+        from swapkv_jax.plan_files import load_plan
+
+        return load_plan(options.plan).dtype
+    return options.dtype or ("float32" if _platform() == "cpu" else "bfloat16")
+
+
 def _platform() -> str:
     import jax
 
     return jax.default_backend()
-
-
-def _load_plan(name: str) -> Plan:
-    """A plan from a file, or one that ships with the package by its name without `.json`."""
-    from swapkv_jax.plan import Plan
-
-    shipped = sorted(f.name.removesuffix(".json") for f in resources.files("swapkv_jax.plans").iterdir()
-                     if f.name.endswith(".json"))  # fmt: skip
-    try:
-        if name in shipped:
-            return Plan.from_json(
-                resources.files("swapkv_jax.plans").joinpath(f"{name}.json").read_bytes(), source=name
-            )
-        return Plan.from_json(Path(name).read_bytes(), source=name)
-    except OSError as error:
-        known = ", ".join(shipped) or "none yet"
-        raise PlanError(
-            f"cannot read plan {name}: {error.strerror}; give a file or a shipped plan ({known})"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swapkv_jax.errors import UsageError
-from swapkv_jax.planner import parse_size
+from swapkv_jax.planner import MAX_OVERHEAD, parse_size
 
 _PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "max_context", "dtype")
 
@@ -54,8 +54,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the sampling, 0 to 2**32 - 1 (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a row before this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
-    add("--cache", choices=["auto", "resident", "layer", "group"], help="where KV lives: all on the device, or two "
-        "layers of it (default auto: resident if it fits)")  # fmt: skip
+    add(
+        "--cache",
+        choices=["auto", "resident", "layer", "group"],
+        help="where KV lives: all on the device, two layers of it, or a summary and the groups in use, which is "
+        "approximate (default auto: resident if it fits, else layer if moving it costs little, else group)",
+    )
+    add("--exact", action="store_true", help="never choose --cache group")
+    add(
+        "--max-overhead",
+        type=float,
+        default=MAX_OVERHEAD,
+        metavar="X",
+        help=f"what auto lets layer cost, in parts of a step with all KV on the device (default {MAX_OVERHEAD})",
+    )
     add(
         "--tier",
         choices=["auto", "dram", "disk"],
@@ -104,6 +116,10 @@ def check_flags(options: argparse.Namespace) -> None:
                 raise UsageError(
                     f"--plan fixes what --{name.replace('_', '-')} would say; leave one of them out"
                 )
+    if not options.max_overhead >= 0:
+        raise UsageError(f"--max-overhead must be 0 or more, not {options.max_overhead}; 0.3 allows 30 %")
+    if options.exact and options.cache == "group":
+        raise UsageError("--cache group is approximate, which --exact rules out; leave one of them out")
     if options.cache == "resident":
         for name in ("tier", "physical_layers"):
             if getattr(options, name) is not None:
