@@ -1,5 +1,6 @@
 """Durable sessions: conversations whose keys and values outlive the process, on disk, for every cache policy."""
 
+from swapkv_jax.sessions.aes_gcm import AesGcm
 from swapkv_jax.sessions.identity import FORMAT_VERSION, Identity
 from swapkv_jax.sessions.info import SessionInfo
 from swapkv_jax.sessions.layout import SESSION_GROUP
@@ -9,6 +10,7 @@ from swapkv_jax.sessions.store import SessionStore
 __all__ = [
     "FORMAT_VERSION",
     "SESSION_GROUP",
+    "AesGcm",
     "Durability",
     "Identity",
     "Session",

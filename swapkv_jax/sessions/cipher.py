@@ -7,6 +7,10 @@ from typing import Protocol
 import numpy as np
 
 
+class NotAuthentic(Exception):
+    """Something was not sealed with this key for the place it is found at."""
+
+
 class Cipher(Protocol):
     """Encrypts records in place and whole values. What is bound to a context opens only in that context.
 
@@ -27,7 +31,7 @@ class Cipher(Protocol):
     def open_records(
         self, records: np.ndarray, payload_bytes: int, *, nonces: np.ndarray, layer: int, first: int
     ) -> None:
-        """Inverse of `seal_records`; TierError for what was not sealed with this key for this place."""
+        """Inverse of `seal_records`; NotAuthentic for what was not sealed with this key for this place."""
         ...
 
     def seal(self, data: bytes, context: str) -> bytes:
@@ -35,7 +39,7 @@ class Cipher(Protocol):
         ...
 
     def open(self, data: bytes, context: str) -> bytes:
-        """Inverse of `seal`; TierError for what was not sealed with this key for this context."""
+        """Inverse of `seal`; NotAuthentic for what was not sealed with this key for this context."""
         ...
 
 

@@ -7,7 +7,9 @@ from collections import Counter
 
 import numpy as np
 
-from swapkv_jax.sessions.cipher import Cipher
+from swapkv_jax.errors import TierError
+from swapkv_jax.sessions.cipher import Cipher, NotAuthentic
+from swapkv_jax.sessions.contents import bind
 from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
 from swapkv_jax.tiers import DiskStore, SequenceFile
 from swapkv_jax.tiers.catalog_rows import Span
@@ -89,7 +91,31 @@ class SessionFiles:
           TierError: the read keeps failing, or a record is damaged, missing or another's.
         """
         file.read(layer, first, len(out), out, nonces=nonces)
-        self.cipher.open_records(out, self.layout.payload_bytes, nonces=nonces, layer=layer, first=first)
+        try:
+            self.cipher.open_records(out, self.layout.payload_bytes, nonces=nonces, layer=layer, first=first)
+        except NotAuthentic:
+            raise TierError(
+                f"a record of layer {layer} from group {first} on of {file.path} was not encrypted for that place: "
+                f"somebody changed the file; delete the sessions that use it"
+            ) from None
+
+    def open_value(self, data: bytes, name: str, what: str, tokens: int) -> bytes:
+        """What the catalogue has of a session, decrypted: see `bind`.
+
+        Raises:
+          TierError: it was not encrypted as that.
+        """
+        try:
+            return self.cipher.open(data, bind(name, what, tokens))
+        except NotAuthentic:
+            raise TierError(
+                f"the {what} of session {name!r} in {self.disk.directory} was not encrypted as that: somebody "
+                f"changed the catalogue; delete the session"
+            ) from None
+
+    def seal_value(self, data: bytes, name: str, what: str, tokens: int) -> bytes:
+        """Inverse of `open_value`."""
+        return self.cipher.seal(data, bind(name, what, tokens))
 
 
 def clip(spans: tuple[Span, ...], groups: int) -> tuple[Span, ...]:

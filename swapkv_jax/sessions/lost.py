@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from swapkv_jax.sessions.contents import bind
 from swapkv_jax.sessions.files import SessionFiles, count
 from swapkv_jax.sessions.layout import SESSION_GROUP
 from swapkv_jax.tiers import DiskStore
@@ -28,7 +27,7 @@ def shorten_lost(disk: DiskStore, files: SessionFiles, entry: SessionEntry) -> t
         stored = count(spans[:i]) * SESSION_GROUP
         shorter = SessionContents(
             tokens=contents.tokens,
-            tail=files.cipher.seal(b"", bind(entry.name, "tail", stored)),
+            tail=files.seal_value(b"", entry.name, "tail", stored),
             state=contents.state,
             spans=spans[:i],
         )

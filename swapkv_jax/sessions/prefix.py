@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from swapkv_jax.errors import TierError
-from swapkv_jax.sessions.contents import bind, common_prefix, token_ids
+from swapkv_jax.sessions.contents import common_prefix, token_ids
 from swapkv_jax.sessions.files import SessionFiles, clip, count
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.layout import SESSION_GROUP
@@ -56,7 +56,7 @@ def _common(
 ) -> tuple[Span, ...]:
     """Where the groups that a session begins with as `wanted` does are, up to the first file that is lost."""
     contents = catalog.contents(entry)
-    theirs = token_ids(files.cipher.open(contents.tokens, bind(entry.name, "tokens", entry.token_count)))
+    theirs = token_ids(files.open_value(contents.tokens, entry.name, "tokens", entry.token_count))
     spans = clip(contents.spans, min(common_prefix(wanted, theirs), entry.stored) // SESSION_GROUP)
     lost = [i for i, span in enumerate(spans) if files.lost(span.file, sizes.get(span.file, 0))]
     return spans[: lost[0]] if lost else spans

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from swapkv_jax.errors import TierError
-from swapkv_jax.sessions.contents import bind, token_ids
+from swapkv_jax.sessions.contents import token_ids
 from swapkv_jax.sessions.files import SessionFiles, count
 from swapkv_jax.sessions.layout import SESSION_GROUP
 from swapkv_jax.sessions.places import Places
@@ -53,9 +53,9 @@ class Session:
         self._durability, self._on_close = durability, on_close
         self._reader = LayerReader(files)
         layers, payload = self._layout.layers, self._layout.payload_bytes
-        tail = files.cipher.open(contents.tail, bind(self.name, "tail", entry.stored))
-        tokens = files.cipher.open(contents.tokens, bind(self.name, "tokens", entry.token_count))
-        state = files.cipher.open(contents.state, bind(self.name, "state", entry.token_count))
+        tail = files.open_value(contents.tail, self.name, "tail", entry.stored)
+        tokens = files.open_value(contents.tokens, self.name, "tokens", entry.token_count)
+        state = files.open_value(contents.state, self.name, "state", entry.token_count)
         self._tokens = token_ids(tokens).tolist()
         self.state: dict[str, Any] = msgspec.json.decode(state)
         self._at = np.full(layers, entry.stored, np.int64)
@@ -202,11 +202,11 @@ class Session:
                 self._opened[name].sync()
                 self._dirty.discard(name)
             self._files.disk.sync_directory()
-        seal = self._files.cipher.seal
+        seal, length = self._files.seal_value, len(tokens)
         contents = SessionContents(
-            tokens=seal(np.array(tokens, "<i4").tobytes(), bind(self.name, "tokens", len(tokens))),
-            tail=seal(self._tail_bytes(stored), bind(self.name, "tail", stored)),
-            state=seal(msgspec.json.encode(state), bind(self.name, "state", len(tokens))),
+            tokens=seal(np.array(tokens, "<i4").tobytes(), self.name, "tokens", length),
+            tail=seal(self._tail_bytes(stored), self.name, "tail", stored),
+            state=seal(msgspec.json.encode(state), self.name, "state", length),
             spans=self._places.spans(stored // SESSION_GROUP),
         )
         used = {span.file for span in contents.spans}

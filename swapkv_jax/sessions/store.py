@@ -9,7 +9,6 @@ from typing import Self
 from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.sessions.cipher import Cipher, Plain
-from swapkv_jax.sessions.contents import bind
 from swapkv_jax.sessions.files import SessionFiles
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.info import SessionInfo, session_infos
@@ -237,12 +236,12 @@ class SessionStore:
         """A row for a new session, with what it can share."""
         catalog = self._sessions.catalog()
         found, spans = shared_prefix(catalog, self._files, self.identity, tokens, self.notes)
-        seal = self._cipher.seal
+        seal = self._files.seal_value
         stored = len(found)
         contents = SessionContents(
-            tokens=seal(found.tobytes(), bind(name, "tokens", stored)),
-            tail=seal(b"", bind(name, "tail", stored)),
-            state=seal(b"{}", bind(name, "state", stored)),
+            tokens=seal(found.tobytes(), name, "tokens", stored),
+            tail=seal(b"", name, "tail", stored),
+            state=seal(b"{}", name, "state", stored),
             spans=spans,
         )
         with self._disk.room(contents.growth), catalog.transaction(durable=False):
@@ -255,8 +254,9 @@ class SessionStore:
         """The contents as a session of another name has them: encrypted values are bound to the name."""
 
         def rebound(data: bytes, what: str, tokens: int) -> bytes:
-            plain = self._cipher.open(data, bind(entry.name, what, tokens))
-            return self._cipher.seal(plain, bind(name, what, tokens))
+            return self._files.seal_value(
+                self._files.open_value(data, entry.name, what, tokens), name, what, tokens
+            )
 
         return SessionContents(
             tokens=rebound(contents.tokens, "tokens", entry.token_count),
