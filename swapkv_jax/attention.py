@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 KEY_BLOCK = (
     256  # keys scored at a time during prefill: with chunks as long, scores nearly fit a CPU's L2 cache
@@ -31,9 +31,21 @@ def attend(
     cache is only read here, and one function serves caches that can and cannot be written on the device.
     What lies beyond a row's length takes no part: any K there, even NaN, and any finite V.
     """
+    seen = jnp.arange(k.shape[-1])[None] < lengths[:, None]
+    return attend_seen(q, k, v, k_new, v_new, seen)
+
+
+def attend_seen(
+    q: Float[Array, "B Hkv R D"],
+    k: Float[Array, "B Hkv D S"],
+    v: Float[Array, "B Hkv S D"],
+    k_new: Float[Array, "B Hkv D"],
+    v_new: Float[Array, "B Hkv D"],
+    seen: Bool[Array, "B S"],
+) -> Float[Array, "B Hkv R D"]:
+    """As `attend`, over whichever cached tokens are `seen`."""
     scale = q.shape[-1] ** -0.5
     scores = jnp.einsum("bkrd,bkds->bkrs", q, k, preferred_element_type=jnp.float32) * scale
-    seen = jnp.arange(k.shape[-1])[None] < lengths[:, None]  # [B, S]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     own = jnp.einsum("bkrd,bkd->bkr", q, k_new, preferred_element_type=jnp.float32) * scale
     top = jnp.maximum(scores.max(axis=-1), own)  # [B, Hkv, R]

@@ -61,40 +61,65 @@ def calibrate(
       UsageError: a number that cannot work, or a text with fewer tokens than `rank`.
       ModelError: keys that are not finite in the model's dtype.
     """
+    (adapter,) = calibrate_all(
+        model, text, [place_tokens], tokens=tokens, window=window, rank=rank, progress=progress
+    )
+    return adapter
+
+
+def calibrate_all(
+    model: Model,
+    text: str,
+    places: Sequence[int],
+    *,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
+    rank: int | None = None,
+    progress: Progress | None = None,
+) -> list[Adapter]:
+    """As `calibrate`, an adapter for each of `places` (`place_tokens`) from one prefill, which takes nearly all the
+    time. L·N² float64 of memory for each."""
     geometry = model.geometry
     size = geometry.kv_heads * geometry.head_dim
     if rank is None:
         rank = min(size, LARGEST_DEFAULT_RANK)
     if not 1 <= rank <= size:
         raise UsageError(f"rank {rank} is not possible: keys have {size} dimensions; use 1 to {size}")
-    if place_tokens < 1 or window < place_tokens:
-        raise UsageError(
-            f"windows of {window} tokens cannot be cut into places of {place_tokens}; use at least 1 of each, "
-            "and windows no shorter than places"
-        )
+    for place_tokens in places:
+        if place_tokens < 1 or window < place_tokens:
+            raise UsageError(
+                f"windows of {window} tokens cannot be cut into places of {place_tokens}; use at least 1 of each, "
+                "and windows no shorter than places"
+            )
     ids = _encode(model, text, tokens)
     window = min(window, max(1, len(ids)), geometry.context_limit)
     windows = [ids[i : i + window] for i in range(0, len(ids), window)]
-    windows = [part for part in windows if len(part) >= place_tokens]
-    if sum(len(part) // place_tokens for part in windows) < rank:
-        each = f", {place_tokens} to a mean key," if place_tokens > 1 else ""
-        raise UsageError(
-            f"{len(ids)} tokens of calibration text{each} in windows of {window} cannot fill {rank} dimensions; "
-            "give a longer text, more tokens, longer windows or a lower rank"
+    for place_tokens in places:
+        if sum(len(part) // place_tokens for part in windows) < rank:
+            each = f", {place_tokens} to a mean key," if place_tokens > 1 else ""
+            raise UsageError(
+                f"{len(ids)} tokens of calibration text{each} in windows of {window} cannot fill {rank} dimensions; "
+                "give a longer text, more tokens, longer windows or a lower rank"
+            )
+    adapters = []
+    for place_tokens, grams in zip(
+        places, _gram_matrices(model, windows, window, places, progress), strict=True
+    ):
+        vectors = np.empty((geometry.layers, size, rank), np.float32)
+        spectrum = np.empty((geometry.layers, size), np.float64)
+        for layer, gram in enumerate(grams):
+            spectrum[layer], vectors[layer] = _decompose(gram, rank)
+        adapters.append(
+            Adapter(
+                vectors=vectors,
+                spectrum=spectrum,
+                fingerprint=model.fingerprint,
+                text_digest=digest_text(text),
+                tokens=len(ids),
+                place_tokens=place_tokens,
+            )
         )
-    grams = _gram_matrices(model, windows, window, place_tokens, progress)
-    vectors = np.empty((geometry.layers, size, rank), np.float32)
-    spectrum = np.empty((geometry.layers, size), np.float64)
-    for layer, gram in enumerate(grams):
-        spectrum[layer], vectors[layer] = _decompose(gram, rank)
-    return Adapter(
-        vectors=vectors,
-        spectrum=spectrum,
-        fingerprint=model.fingerprint,
-        text_digest=digest_text(text),
-        tokens=len(ids),
-        place_tokens=place_tokens,
-    )
+    return adapters
 
 
 def ensure_adapter(
@@ -144,6 +169,32 @@ def ensure_adapter(
     return adapter, f"adapter: loaded from {place} (calibrated on {adapter.tokens} tokens)"
 
 
+def ensure_adapters(
+    model: Model, places: Sequence[int], *, progress: Progress | None = None
+) -> tuple[dict[int, Adapter], str]:
+    """The adapters kept for `model` in the user's cache, by `place_tokens`. Those that are missing are calibrated on
+    `default_text()`, together, and saved; the note says which.
+
+    Raises:
+      UsageError: see `calibrate`. ModelError: the cache cannot be written.
+    """
+    at = {place: adapter_directory(model.fingerprint, place) for place in sorted(set(places))}
+    found: dict[int, Adapter] = {}
+    with contextlib.ExitStack() as stack:
+        for place, directory in at.items():
+            stack.enter_context(_calibrating(directory))
+            adapter, _ = _saved(directory, model.fingerprint, place, None, replaceable=True)
+            if adapter is not None:
+                found[place] = adapter
+        missing = [place for place in at if place not in found]
+        if missing:
+            for adapter in calibrate_all(model, default_text(), missing, progress=progress):
+                adapter.save(at[adapter.place_tokens])
+                found[adapter.place_tokens] = adapter
+    made = ", ".join(map(str, missing)) or "none"
+    return found, f"adapters for means of {', '.join(map(str, at))} tokens; calibrated now: {made}"
+
+
 def default_text() -> str:
     """English prose that every Python has: the topics of its `help()`, sorted by name (over 400 kB)."""
     # Imported here: half a megabyte that only this function needs.
@@ -164,9 +215,13 @@ def _encode(model: Model, text: str, tokens: int) -> list[int]:
 
 
 def _gram_matrices(
-    model: Model, windows: Sequence[list[int]], capacity: int, place_tokens: int, progress: Progress | None
+    model: Model,
+    windows: Sequence[list[int]],
+    capacity: int,
+    places: Sequence[int],
+    progress: Progress | None,
 ) -> np.ndarray:
-    """float64 [L, N, N]: KᵀK of each layer, summed over all windows' places."""
+    """float64 [len(places), L, N, N]: KᵀK of each layer, summed over all windows' places of so many tokens."""
     geometry = model.geometry
     plan = make_plan(
         geometry,
@@ -179,18 +234,19 @@ def _gram_matrices(
     params = jax.tree.map(jax.device_put, model.params)
     k, v = (zeros(shape, plan.dtype) for shape in plan.layer_shapes(1))
     size = geometry.kv_heads * geometry.head_dim
-    grams = np.zeros((geometry.layers, size, size), np.float64)
+    grams = np.zeros((len(places), geometry.layers, size, size), np.float64)
     done, total = 0, len(windows) * geometry.layers
     for ids in windows:
         hidden = program.embed_prompt(params["embed"], ids)
         for layer in range(geometry.layers):
             # Every layer may use the same K and V: prefill reads only what it has written for this window.
             hidden, k, v = program.prefill_layer(params["layers"][layer], hidden, k, v, 0, len(ids))
-            places = len(ids) // place_tokens
-            keys = read_only_view(k)[0].reshape(size, -1)[:, : places * place_tokens].astype(np.float64)
-            keys = keys.reshape(size, places, place_tokens).mean(axis=2)
-            grams[layer] += keys @ keys.T
-            if not 0 < np.trace(grams[layer]) < np.inf:
+            keys = read_only_view(k)[0].reshape(size, -1)[:, : len(ids)].astype(np.float64)
+            for grams_of_place, place_tokens in zip(grams, places, strict=True):
+                count = len(ids) // place_tokens
+                means = keys[:, : count * place_tokens].reshape(size, count, place_tokens).mean(axis=2)
+                grams_of_place[layer] += means @ means.T
+            if not (np.isfinite(grams[:, layer]).all() and keys.any()):
                 raise ModelError(
                     f"layer {layer}: keys are all zero or not finite in {model.dtype}; "
                     "calibrate in float32, or check the weights"

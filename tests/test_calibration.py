@@ -20,7 +20,7 @@ from tiny import tiny_checkpoint, tiny_config, tiny_tensors
 
 from swapkv_jax import Engine, ModelError, Plan, Sampling, UsageError, calibration, load_model, make_plan
 from swapkv_jax.adapter import Adapter, adapter_directory, digest_text
-from swapkv_jax.calibration import calibrate, default_text, ensure_adapter
+from swapkv_jax.calibration import calibrate, calibrate_all, default_text, ensure_adapter, ensure_adapters
 from swapkv_jax.models import Geometry, Model
 from swapkv_jax.program import Program
 from swapkv_jax.staging import host_view
@@ -129,6 +129,17 @@ def test_adapter_of_groups_is_the_svd_of_their_mean_keys(llama: Model, place_tok
     adapter = calibrate(llama, TEXT, tokens=TOKENS, window=WINDOW, place_tokens=place_tokens)
     assert (adapter.tokens, adapter.place_tokens) == (TOKENS, place_tokens)
     assert_is_svd(adapter, means(engine_keys(llama, windows), windows, place_tokens))
+
+
+def test_adapters_of_one_prefill_are_those_of_a_prefill_each(llama: Model) -> None:
+    options: dict[str, Any] = {"tokens": TOKENS, "window": WINDOW, "rank": 5}
+    for place_tokens, adapter in zip(
+        (1, 4, 7), calibrate_all(llama, TEXT, (1, 4, 7), **options), strict=True
+    ):
+        alone = calibrate(llama, TEXT, place_tokens=place_tokens, **options)
+        assert adapter.place_tokens == place_tokens
+        np.testing.assert_array_equal(adapter.spectrum, alone.spectrum)
+        np.testing.assert_array_equal(adapter.vectors, alone.vectors)
 
 
 def first_keys(name: str, windows: list[list[int]], rotate: bool) -> np.ndarray:
@@ -267,6 +278,18 @@ def test_ensure_calibrates_once(llama: Model, cache: Path) -> None:
         assert ensure_adapter(llama, text=TEXT)[0].tokens == first.tokens
     assert note.startswith(f"adapter: loaded from {adapter_directory(llama.fingerprint, 1)}")
     assert np.array_equal(second.vectors, first.vectors)
+
+
+def test_ensure_several_calibrates_only_what_is_missing(llama: Model, cache: Path) -> None:
+    kept, _ = ensure_adapter(llama, place_tokens=4)
+    found, note = ensure_adapters(llama, [8, 4, 2])
+    assert note.endswith("calibrated now: 2, 8")
+    assert np.array_equal(found[4].vectors, kept.vectors)
+    with patch.object(calibration, "calibrate_all", side_effect=AssertionError):
+        again, note = ensure_adapters(llama, [2, 4, 8])
+    assert note.endswith("calibrated now: none")
+    assert sorted(again) == [2, 4, 8]
+    assert np.array_equal(ensure_adapter(llama, place_tokens=8)[0].vectors, found[8].vectors)
 
 
 def test_ensure_keeps_adapters_for_tokens_and_for_groups_apart(
