@@ -120,7 +120,7 @@ class Generation:
                 self.compiles_during_decode = compiles() - compiled
                 yield step
             self._finish_sessions()
-        except GeneratorExit:  # whoever takes the tokens has enough of them
+        except (GeneratorExit, KeyboardInterrupt):  # whoever takes the tokens has enough of them
             self._finish_sessions()
             self._engine._allocate_state()
             raise

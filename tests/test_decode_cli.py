@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli import Runner
 from tiny import tiny_checkpoint
 
-from swapkv_jax.decode import main
 from swapkv_jax.plan import Plan
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
@@ -25,23 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Runs the command in this process; returns exit code, stdout, stderr, report (or None)."""
-
-    def run(*arguments: str, own_model: bool = False):
-        report = tmp_path / "report.json"
-        report.unlink(missing_ok=True)
-        common = ["--store-dir", str(tmp_path / "store"), "--report", str(report)]
-        if not own_model:
-            common += ["--model", str(model), "--raw"]
-        try:
-            code = main([*common, *arguments])
-        except SystemExit as exit_:  # argparse's own errors
-            code = int(exit_.code or 0)
-        out, err = capfd.readouterr()
-        return code, out, err, json.loads(report.read_text()) if report.exists() else None
-
-    return run
+def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(model, tmp_path, capfd)
 
 
 def test_report_and_text(run) -> None:

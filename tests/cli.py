@@ -1,0 +1,35 @@
+"""The decode command run in the test's own process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swapkv_jax.decode import main
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs the command with a model, a store and a report of the test's own."""
+
+    model: Path
+    directory: Path
+    capfd: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str, own_model: bool = False) -> tuple[int, str, str, Any]:
+        """Returns exit code, stdout, stderr, and the report or None. `own_model`: the arguments name one."""
+        report = self.directory / "report.json"
+        report.unlink(missing_ok=True)
+        common = ["--store-dir", str(self.directory / "store"), "--report", str(report)]
+        if not own_model:
+            common += ["--model", str(self.model), "--raw"]
+        try:
+            code = main([*common, *arguments])
+        except SystemExit as exit_:  # argparse's own errors
+            code = int(exit_.code or 0)
+        out, err = self.capfd.readouterr()
+        return code, out, err, json.loads(report.read_text()) if report.exists() else None

@@ -1,0 +1,120 @@
+"""--session on the command line: a conversation goes on where it was, and only what is new is prefilled."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli import Runner
+from tiny import tiny_checkpoint
+
+from swapkv_jax.models import Model
+
+PROMPT = "the quick brown fox jumps over the lazy dog " * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(model, tmp_path, capfd)
+
+
+def test_an_answer_goes_on_and_a_conversation_continues(run: Runner) -> None:
+    more = " and then"
+    whole = run("--prompt", PROMPT, "--max-new-tokens", "30", "--ignore-eos")[3]
+    (first,) = whole["prompt_tokens"]
+    ids = whole["generated"][0]["token_ids"]
+    assert whole["reused_tokens"] == [0]
+    assert "session" not in whole
+
+    session = ["--session", "fox", "--ignore-eos"]
+    begun = run(*session, "--prompt", PROMPT, "--max-new-tokens", "12", "--cache", "layer")[3]
+    assert begun["generated"][0]["token_ids"] == ids[:12]
+    assert begun["reused_tokens"] == [0]
+    assert begun["session"]["stored_tokens"] == begun["session"]["tokens"] - 1 == first + 11
+    assert begun["session"]["bytes_written"] > 0
+
+    code, out, err, gone_on = run(*session, "--max-new-tokens", "18", "--tier", "disk")
+    assert code == 0
+    assert gone_on["generated"][0]["token_ids"] == ids[12:]
+    assert out == gone_on["generated"][0]["text"] + "\n"
+    assert gone_on["reused_tokens"] == [first + 11]
+    assert f"{first + 11} tokens reused" in err
+
+    turn = run(*session, "--prompt", more, "--max-new-tokens", "5")[3]
+    assert turn["reused_tokens"] == [first + 29]
+    assert turn["prompt_tokens"][0] > first + 30
+    assert turn["session"]["tokens"] == turn["prompt_tokens"][0] + 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--session", "new"], "does not exist yet: begin it with --prompt"),
+        (["--session", "new", "--prompt", "a", "--prompt", "b"], "--session goes on with one prompt, not 2"),
+        (["--session", "", "--prompt", "a"], "must be 1 to 200 printable characters"),
+        (["--session", "a\nb", "--prompt", "a"], "must be 1 to 200 printable characters"),
+        (["--session", "new", "--durability", "sometimes", "--prompt", "a"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_continued(run: Runner, arguments: list[str], message: str) -> None:
+    code, out, err, report = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert report is None
+
+
+def test_chat_and_raw_do_not_mix_and_what_has_ended_has(run: Runner, model: Path) -> None:
+    run("--session", "s", "--prompt", PROMPT, "--max-new-tokens", "3", "--ignore-eos")
+    chat = ["--model", str(model), "--chat", "--session", "s", "--prompt", "a"]
+    code, _, err, _ = run(*chat, own_model=True)
+    assert code == 2
+    assert "begun with --raw" in err or "no chat template" in err
+
+
+def test_interrupted_answers_are_saved(model: Path, tmp_path: Path, run: Runner) -> None:
+    """Ctrl-C in the middle, and a reader of stdout that goes away: what was decoded by then is in the session."""
+    command = [
+        *(sys.executable, "-m", "swapkv_jax.decode", "--model", str(model), "--raw", "--quiet"),
+        *(
+            "--store-dir",
+            str(tmp_path / "store"),
+            "--session",
+            "s",
+            "--max-new-tokens",
+            "200",
+            "--ignore-eos",
+        ),
+    ]
+    process = subprocess.Popen([*command, "--prompt", "hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)  # the first token is out
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 1, "decode ended before the signal arrived: give it more tokens"
+    code, _, err, report = run("--session", "s", "--max-new-tokens", "4", "--ignore-eos")
+    assert code == 0, err
+    assert report["reused_tokens"][0] > 0
+
+
+def test_one_more_turn_of_a_chat(smollm2: Model) -> None:
+    tokenizer = smollm2.tokenizer
+    spelled = tokenizer.id_of
+    history = tokenizer.encode("Hello", chat=True)
+    end, start, newline = spelled("<|im_end|>"), spelled("<|im_start|>"), tokenizer.encode("\n", chat=False)
+    answer = tokenizer.encode("Hi!", chat=False)
+    cut = tokenizer.encode_turn("And now?", [*history, *answer], chat=True)
+    ended = tokenizer.encode_turn("And now?", [*history, *answer, end], chat=True)
+    assert cut == [end, *ended]
+    user = [start, *tokenizer.encode("user\nAnd now?", chat=False), end, *newline]
+    assert ended == [*newline, *user, start, *tokenizer.encode("assistant\n", chat=False)]
+    assert tokenizer.encode_turn("And now?", history, chat=False) == tokenizer.encode("And now?", chat=False)
