@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         sys.stdout.reconfigure(
             errors="replace"
         )  # a terminal that cannot show a character still gets the rest
-    texts = [prompt_text(kind, value) for kind, value in options.prompts]
+    texts = [prompt_text(kind, value) for kind, value in options.prompts or ()]
 
     with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
         from swapkv_jax.decode_plan import decode_plan
@@ -93,39 +94,61 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     chat = options.chat or (not options.raw and source.tokenizer.chat_template is not None)
     if chat and not options.chat:
         say("the model has a chat template and prompts go into it; --raw continues them as they are")
-    prompts = [_encode(source.tokenizer, text, chat, i) for i, text in enumerate(texts, start=1)]
-    plan, why = decode_plan(options, source.geometry, [*map(len, prompts)], _dtype(options))
-    if why:
-        say(why)
-    if options.dry_run:
-        print(plan.to_json())
-        print(describe_plan(plan, source.geometry), file=sys.stderr)
-        return
-    reference_plan = _reference_plan(options, source, plan)
-    say(describe_plan(plan, source.geometry))
-
-    with say.bars() as progress:
-        model = source.load(plan.dtype, progress)
-    adapter = None
-    if plan.policy == "group":
-        from swapkv_jax.calibration import ensure_adapter
-
-        with say.bars() as progress:
-            adapter, note = ensure_adapter(model, place_tokens=plan.place_tokens, progress=progress)
-        say(note)
     disk_limit = parse_size(options.disk_space) if options.disk_space else None
-    logits: list[Any] = []
-    with Engine(
-        model,
-        plan,
-        sampling=sampling,
-        store_dir=options.store_dir,
-        disk_limit=disk_limit,
-        adapter=adapter,
-    ) as engine:
-        say(f"compiled in {engine.program.compile_s:.1f} s")
-        generation, rows = _generate(options, engine, sampling, prompts, say, logits)
-        report = build_report(engine, generation, prompts, rows)
+    with ExitStack() as stack:
+        model = conversation = None
+        if options.session is None:
+            prompts = [_encode(source.tokenizer, text, chat, i) for i, text in enumerate(texts, start=1)]
+        else:
+            from swapkv_jax.conversation import open_conversation
+
+            with say.bars() as progress:
+                model = source.load(_dtype(options), progress)
+            opened = open_conversation(
+                options, model, texts[0] if texts else None, chat, sampling, disk_limit
+            )
+            conversation = stack.enter_context(opened)
+            prompts = [conversation.prompt]
+        plan, why = decode_plan(options, source.geometry, [*map(len, prompts)], _dtype(options))
+        if why:
+            say(why)
+        if options.key_file is not None and plan.memory(source.geometry).disk:
+            raise UsageError(
+                f"--key-file encrypts the session, but {plan.policy} keeps keys and values on disk as they are while "
+                "it decodes: use --cache resident, or --cache layer --tier dram"
+            )
+        if options.dry_run:
+            print(plan.to_json())
+            print(describe_plan(plan, source.geometry), file=sys.stderr)
+            return
+        reference_plan = _reference_plan(options, source, plan)
+        say(describe_plan(plan, source.geometry))
+
+        if model is None:
+            with say.bars() as progress:
+                model = source.load(plan.dtype, progress)
+        adapter = None
+        if plan.policy == "group":
+            from swapkv_jax.calibration import ensure_adapter
+
+            with say.bars() as progress:
+                adapter, note = ensure_adapter(model, place_tokens=plan.place_tokens, progress=progress)
+            say(note)
+        logits: list[Any] = []
+        with Engine(
+            model,
+            plan,
+            sampling=sampling,
+            store_dir=options.store_dir,
+            disk_limit=disk_limit,
+            adapter=adapter,
+        ) as engine:
+            say(f"compiled in {engine.program.compile_s:.1f} s")
+            sessions = None if conversation is None else [conversation.session]
+            generation, rows = _generate(options, engine, sampling, prompts, sessions, say, logits)
+            report = build_report(engine, generation, prompts, rows)
+        if conversation is not None:
+            report["session"] = conversation.report()
     if reference_plan is not None:
         from swapkv_jax.quality import compare_with
 
@@ -143,6 +166,7 @@ def _generate(
     engine: Any,
     sampling: Any,
     prompts: list[list[int]],
+    sessions: Any,
     say: Talk,
     logits: list[Any],
 ) -> Any:
@@ -162,6 +186,7 @@ def _generate(
             ignore_eos=options.ignore_eos,
             return_logits=options.compare is not None,
             on_prefill=lambda done, total: progress("prefill (layers)", done, total),
+            sessions=sessions,
         )
         steps = iter([next(generation)])
     output = OrderedOutput(len(rows), write)

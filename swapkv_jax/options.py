@@ -88,6 +88,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dram-memory", metavar="SIZE", help="budget of the DRAM tier")
     add("--disk-space", metavar="SIZE", help="budget of the disk tier")
     add("--store-dir", type=Path, metavar="DIR", help="directory of the disk store")
+    add(
+        "--session",
+        metavar="NAME",
+        help="keep the conversation in the store: the next call with this name goes on where it ended, or was "
+        "killed; without a prompt, with an answer that was cut short",
+    )
+    add(
+        "--durability",
+        choices=["none", "close", "group"],
+        default="group",
+        help="when a session is safe from a power failure: never, at the end, or after every 64 tokens (default)",
+    )
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="encrypt the session with the key in FILE: 32 bytes or 64 hex digits, readable by you alone",
+    )
     add("--report", type=Path, metavar="FILE", help="write a JSON report")
     add("--compare", choices=["resident"], help="then decode the same tokens again and report what was lost")
     add("--dry-run", action="store_true", help="print the plan and its bytes per tier, allocate nothing")
@@ -98,8 +116,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_flags(options: argparse.Namespace) -> None:
     """Raises UsageError for what can be refused before anything is read."""
-    if not options.prompts:
+    if not options.prompts and options.session is None:
         raise UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    if options.session is not None and len(options.prompts or ()) > 1:
+        raise UsageError(f"--session goes on with one prompt, not {len(options.prompts)}; give one")
+    if options.key_file is not None and options.session is None:
+        raise UsageError("--key-file encrypts a session: give --session NAME too, or leave it out")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {options.max_new_tokens}")
     if options.max_context is not None and options.max_context < 2:

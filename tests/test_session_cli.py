@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,27 @@ def test_an_answer_goes_on_and_a_conversation_continues(run: Runner) -> None:
     assert turn["session"]["tokens"] == turn["prompt_tokens"][0] + 5
 
 
+def test_an_encrypted_session(run: Runner, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key, other = tmp_path / "key", tmp_path / "other"
+    for file in (key, other):
+        file.touch(0o600)
+        file.write_text(os.urandom(32).hex())
+    session = ["--session", "fox", "--ignore-eos", "--max-new-tokens", "6"]
+    secret = [*session, "--key-file", str(key)]
+    begun = run(*secret, "--prompt", PROMPT)[3]
+    assert run(*secret)[3]["reused_tokens"] == [begun["session"]["stored_tokens"]]
+    code, _, err, _ = run(*session)
+    assert code == 1
+    assert "encrypted" in err
+    code, _, err, _ = run(*session, "--key-file", str(other))
+    assert code == 1
+    assert "key" in err
+    code, _, err, _ = run(*secret, "--tier", "disk")
+    assert code == 2
+    assert "--tier dram" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +83,8 @@ def test_an_answer_goes_on_and_a_conversation_continues(run: Runner) -> None:
         (["--session", "new", "--prompt", "a", "--prompt", "b"], "--session goes on with one prompt, not 2"),
         (["--session", "", "--prompt", "a"], "must be 1 to 200 printable characters"),
         (["--session", "a\nb", "--prompt", "a"], "must be 1 to 200 printable characters"),
+        (["--session", "new", "--key-file", "none-such", "--prompt", "a"], "make one with"),
+        (["--key-file", "none-such", "--prompt", "a"], "give --session NAME too"),
         (["--session", "new", "--durability", "sometimes", "--prompt", "a"], "invalid choice"),
     ],
 )
