@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -192,11 +193,13 @@ def random_adapter(plan: Plan) -> Adapter:
 
 
 def interpreted(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of the test compile their kernels interpreted, without race detection, which is slow."""
+    """Engines of the test compile their kernels interpreted, without race detection, which is slow. The interpreters
+    trace while they run, which decoding otherwise forbids."""
     interpret = {"mosaic_tpu": tpu_interpreter, "mosaic_gpu": gpu_interpreter}[attention](detect_races=False)
     monkeypatch.setattr(
         group_graphs, "group_segment", partial(group_graphs.group_segment, interpret=interpret)
     )
+    monkeypatch.setattr(jax, "no_tracing", lambda _: nullcontext())
 
 
 @pytest.mark.slow
