@@ -67,7 +67,7 @@ class SessionStore:
         self._files = SessionFiles(self._disk, Layout.of(identity), self._cipher)
         try:
             with self._disk.exclusive():
-                freed = self._sessions.sweep()
+                freed, problem = self._sessions.sweep()
         except BaseException:
             self._disk.close()
             raise
@@ -75,8 +75,7 @@ class SessionStore:
             self.notes.append(
                 f"{self.directory}: {format_bytes(freed)} that an interrupted process left are free again"
             )
-        if self._disk.support.note is not None:
-            self.notes.append(self._disk.support.note)
+        self.notes.extend(note for note in (problem, self._disk.support.note) if note is not None)
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from swapkv_jax.errors import TierError
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry, Span, seal
 
 CATALOG_NAME = "catalog.sqlite"
+REPAIR = "python -m swapkv_jax.store verify --repair saves what is intact"
 
 _VERSION = 1
 _LOG_LIMIT = 4 << 20  # then it is emptied into the database
@@ -106,6 +107,26 @@ class Catalog:
         found = self._entries("WHERE name = ?", name)
         return found[0] if found else None
 
+    def entry_of(self, session: int) -> SessionEntry | None:
+        """The session of that number."""
+        found = self._entries("WHERE id = ?", session)
+        return found[0] if found else None
+
+    def last_id(self) -> int:
+        """The highest number that a session was given."""
+        ((last,),) = self._all("SELECT MAX(id) FROM sessions")
+        return last or 0
+
+    def damaged_sessions(self) -> list[str]:
+        """Sessions that are not as they were written."""
+        damaged = []
+        for entry in self.entries():
+            try:
+                self.contents(entry)
+            except TierError:
+                damaged.append(entry.name)
+        return damaged
+
     def contents(self, entry: SessionEntry) -> SessionContents:
         """What a session holds.
 
@@ -122,10 +143,7 @@ class Catalog:
             tokens, tail, state = row
             contents = SessionContents(tokens=tokens, tail=tail, state=state, spans=self.spans(entry.id))
         if contents is None or sealed != seal(entry, contents):
-            raise TierError(
-                f"session {entry.name!r} is damaged in {self.path}; python -m swapkv_jax.store verify --repair puts "
-                f"it aside, then start it again"
-            )
+            raise TierError(f"session {entry.name!r} is damaged in {self.path}; {REPAIR}")
         return contents
 
     def spans(self, session: int) -> tuple[Span, ...]:
@@ -137,7 +155,8 @@ class Catalog:
 
     def files(self) -> dict[str, int]:
         """Every file that was committed, and the bytes it must have at least."""
-        return dict(self._all("SELECT file, size FROM files"))
+        used = self._all("SELECT DISTINCT file FROM spans")
+        return {**{file: 0 for (file,) in used}, **dict(self._all("SELECT file, size FROM files"))}
 
     def owner(self, file: str) -> int | None:
         """The session that may append to a file."""
@@ -209,8 +228,20 @@ class Catalog:
             "UPDATE sessions SET stored = ?, token_count = ?, committed = ?, last_use = ? WHERE id = ?",
             (stored, tokens, committed, time.time(), session),
         )
-        (entry,) = self._entries("WHERE id = ?", session)
+        entry = self.entry_of(session)
+        assert entry is not None
         self._db.execute("UPDATE sessions SET seal = ? WHERE id = ?", (seal(entry, contents), session))
+
+    def restore(self, entry: SessionEntry, contents: SessionContents) -> None:
+        """A session as another catalogue had it, under a new number. Inside a transaction."""
+        session = self.add(
+            entry.name, entry.identity, entry.cipher, contents, entry.stored, entry.token_count
+        )
+        self.save(session, contents, stored=entry.stored, tokens=entry.token_count)
+        self._db.execute(
+            "UPDATE sessions SET created = ?, last_use = ? WHERE id = ?",
+            (entry.created, entry.last_use, session),
+        )
 
     def touch(self, session: int) -> None:
         """Used just now. Inside a transaction."""
@@ -221,8 +252,8 @@ class Catalog:
         transaction."""
         self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
 
-    def add_file(self, file: str, owner: int, size: int) -> None:
-        """A file that a session appends to, or its new size. Inside a transaction."""
+    def add_file(self, file: str, owner: int | None, size: int) -> None:
+        """A file that a session, or nobody, appends to, or its new size. Inside a transaction."""
         self._db.execute(
             "INSERT INTO files VALUES (?, ?, ?) ON CONFLICT (file) DO UPDATE SET size = excluded.size",
             (file, owner, size),
@@ -317,9 +348,7 @@ class Catalog:
                 f"cannot {verb} {self.path}: {error}; free some space, check the disk, or choose another --store-dir"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise TierError(
-                f"cannot {verb} {self.path}: {error}; python -m swapkv_jax.store verify --repair saves what it can"
-            ) from error
+            raise TierError(f"cannot {verb} {self.path}: {error}; {REPAIR}") from error
         except OSError as error:
             raise TierError(
                 f"cannot {verb} {self.path}: errno {error.errno}, {error.strerror}; choose another --store-dir"

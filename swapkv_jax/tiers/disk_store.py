@@ -327,6 +327,10 @@ class DiskStore:
         """
         self._directory.sync()
 
+    def idle(self, sequence: str) -> bool:
+        """Whether a sequence's file exists and nobody has it open. True stays true inside `exclusive`."""
+        return self._directory.idle(sequence)
+
     def size(self, sequence: str) -> int:
         """Real bytes of a sequence's file in the directory; 0 if there is none."""
         return self._directory.size(sequence) if self.path(sequence).exists() else 0

@@ -120,6 +120,20 @@ def decode(data: bytes) -> Header | None:
     raise HeaderError("has a damaged header; delete it, its sequence must be prefilled again")
 
 
+def damaged_copies(data: bytes) -> list[int]:
+    """Which of the two copies in the first `HEADER_BYTES` of a file were written and cannot be read."""
+    copies = (data[:COPY_BYTES], data[COPY_BYTES:HEADER_BYTES])
+    return [i for i, copy in enumerate(copies) if any(copy) and _decode_copy(copy) is None]
+
+
+def readable(data: bytes) -> bool:
+    """Whether `decode` finds a header."""
+    try:
+        return decode(data) is not None
+    except HeaderError:
+        return False
+
+
 def _decode_copy(copy: bytes) -> Header | None:
     if len(copy) < _PREFIX.size:
         return None

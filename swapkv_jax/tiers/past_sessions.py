@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapkv_jax.tiers.catalog import CATALOG_NAME, Catalog
+from swapkv_jax.errors import TierError
+from swapkv_jax.tiers.catalog import CATALOG_NAME, REPAIR, Catalog
 from swapkv_jax.tiers.catalog_rows import SessionEntry
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
 
@@ -64,6 +65,18 @@ class PastSessions:
         """Ends what `lock` began."""
         self._directory.unlock(lock)
 
+    def lock_all(self) -> list[int] | None:
+        """Keeps everybody from using any session: what `unlock` takes, or None if somebody uses one."""
+        locks: list[int] = []
+        for name in self._directory.locks():
+            lock = self._directory.lock(name)
+            if lock is None:
+                for held in locks:
+                    self.unlock(held)
+                return None
+            locks.append(lock)
+        return locks
+
     def idle(self, entry: SessionEntry) -> bool:
         """Whether nobody has the session open."""
         lock = self.lock(entry)
@@ -97,25 +110,35 @@ class PastSessions:
                 catalog.remove_files(unused)
         return freed
 
-    def sweep(self) -> int:
+    def sweep(self) -> tuple[int, str | None]:
         """Deletes what killed processes left: sessions never committed, files that are no session's, locks of
-        sessions that are gone. Returns the bytes that frees.
+        sessions that are gone. Returns the bytes that frees, and why nothing was deleted though something seems left.
 
         Raises:
-            TierError: the catalogue is damaged.
+            TierError: the catalogue cannot be read, or is missing.
         """
+        files = self._directory.session_files()
+        if files and not self.exist:
+            raise TierError(
+                f"{self._path} is missing, so nobody can tell whose {len(files)} files beside it are; put it "
+                f"back, or delete them"
+            )
         catalog, freed = self.catalog(), 0
-        for entry in catalog.entries():
-            if not entry.committed and self.idle(entry):
-                freed += self.forget(entry)
-        freed += self.delete_unused()
+        abandoned = [entry for entry in catalog.entries() if not entry.committed and self.idle(entry)]
         known = catalog.files()
-        for file in self._directory.session_files():
-            if file not in known and self._files.evictable(file):
-                freed += self._files.size(file)
-                self._files.remove(file)
+        orphans = [file for file in files if file not in known and self._files.evictable(file)]
+        unused = catalog.unused_files()
+        if (abandoned or orphans or unused) and (damaged := catalog.problems() + catalog.damaged_sessions()):
+            # What does not seem to be anybody's may well be somebody's.
+            return 0, f"{self._path} is damaged ({damaged[0]}), so nothing was cleared away; {REPAIR}"
+        for entry in abandoned:
+            freed += self.forget(entry)
+        freed += self.delete_unused()
+        for file in orphans:
+            freed += self._files.size(file)
+            self._files.remove(file)
         self._directory.forget_locks({_lock_name(entry.id) for entry in catalog.entries()})
-        return freed
+        return freed, None
 
     def close(self) -> None:
         """Closes the catalogue; harmless when repeated."""

@@ -128,12 +128,14 @@ class StoreDirectory:
         """Removes what `lock` left behind. Call inside `exclusive`, with nobody else holding it."""
         (self.path / (quote(name, safe="") + _LOCK_SUFFIX)).unlink(missing_ok=True)
 
+    def locks(self) -> list[str]:
+        """Names that were locked once, and may be."""
+        names = (entry.name for entry in self._entries() if entry.name.endswith(_LOCK_SUFFIX))
+        return [unquote(name.removesuffix(_LOCK_SUFFIX)) for name in names]
+
     def forget_locks(self, keep: set[str]) -> None:
         """Removes what `lock` left of other names, unless somebody holds it. Call inside `exclusive`."""
-        for entry in self._entries():
-            name = unquote(entry.name.removesuffix(_LOCK_SUFFIX))
-            if not entry.name.endswith(_LOCK_SUFFIX) or name in keep:
-                continue
+        for name in set(self.locks()) - keep:
             descriptor = self.lock(name)
             if descriptor is not None:
                 self.forget_lock(name)

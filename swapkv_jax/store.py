@@ -1,0 +1,258 @@
+"""Command line over stored sessions: what there is, whether it is intact, and getting rid of it.
+
+Exit codes: 0 done, 2 usage, 1 failure (for `verify`: something is damaged and was not repaired).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swapkv_jax.errors import SwapKVError, UsageError
+from swapkv_jax.memory_limits import format_bytes
+from swapkv_jax.planner.sizes import parse_size
+from swapkv_jax.sessions import AesGcm, SessionInfo, SessionStore
+from swapkv_jax.sessions.identity import Identity
+from swapkv_jax.sessions.info import session_infos
+from swapkv_jax.sessions.privacy import check_private
+from swapkv_jax.sessions.salvage import catalog_problems, salvage
+from swapkv_jax.sessions.transfer import export_session, import_session, read_header
+from swapkv_jax.sessions.verify import verify
+from swapkv_jax.store_paths import default_store_dir
+from swapkv_jax.talk import Talk
+from swapkv_jax.tiers import DiskStore
+from swapkv_jax.tiers.catalog import CATALOG_NAME
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    say = Talk(options.quiet)
+    options.store_dir = options.store_dir or default_store_dir()
+    try:
+        if options.run is not _import and not (options.store_dir / CATALOG_NAME).exists():
+            raise UsageError(f"no sessions are stored in {options.store_dir}; name another --store-dir")
+        check_private(options.store_dir)
+        return options.run(options, say)
+    except SwapKVError as error:
+        say.always(f"{parser.prog}: error: {error}")
+        return error.exit_code
+    except OSError as error:
+        say.always(f"{parser.prog}: error: {error}; check that file or device")
+        return 1
+    except KeyboardInterrupt:
+        say.always(f"{parser.prog}: interrupted")
+        return 1
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m swapkv_jax.store",
+        description="Looks after stored sessions.",
+        epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure.",
+    )
+    parser.add_argument("--store-dir", type=Path, help="the store (default: in the user's cache)")
+    parser.add_argument("--session-key", type=Path, metavar="FILE", help="key of encrypted sessions")
+    parser.add_argument("--quiet", action="store_true", help="only results and errors")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("list", _list, "all sessions, least recently used first")
+    sub.add_argument("--json", action="store_true", help="for programs")
+    sub = command("show", _show, "one session, as JSON")
+    sub.add_argument("name")
+    sub = command("verify", _verify, "reads everything back and checks it")
+    sub.add_argument("names", nargs="*", metavar="NAME", help="of sessions (default: all)")
+    sub.add_argument("--repair", action="store_true", help="mend what can be, cut off or put aside the rest")
+    sub.add_argument("--json", action="store_true", help="for programs")
+    sub = command("export", _export, "a session into a safetensors file, not encrypted")
+    sub.add_argument("name")
+    sub.add_argument("file", type=Path)
+    sub = command("import", _import, "an exported session into the store")
+    sub.add_argument("file", type=Path)
+    sub.add_argument("--name", help="instead of the one it had")
+    sub = command("delete", _delete, "sessions, and what no other shares with them")
+    sub.add_argument("names", nargs="+", metavar="NAME")
+    sub = command("gc", _gc, "deletes sessions, least recently used first, until the store is small enough")
+    sub.add_argument("bytes", metavar="SIZE", help="what everything in the store may take")
+    command("sweep", _sweep, "deletes what interrupted processes left")
+    return parser
+
+
+def _list(options: argparse.Namespace, say: Talk) -> int:
+    with _disk(options) as disk, disk.exclusive():
+        infos, used = session_infos(disk), disk.bytes_used
+    if options.json:
+        print(json.dumps({"bytes": used, "sessions": [_record(info) for info in infos]}, indent=2))
+        return 0
+    rows = [("NAME", "TOKENS", "STORED", "OWN", "SHARED", "LAST USE", "")]
+    for info in infos:
+        marks = [mark for mark, is_so in (("in use", info.in_use), ("encrypted", info.encrypted)) if is_so]
+        used_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.last_use))
+        own, shared = _mebibytes(info.own_bytes), _mebibytes(info.shared_bytes)
+        rows.append((info.name, str(info.tokens), str(info.stored), own, shared, used_at, ", ".join(marks)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) if 0 < i < 5 else cell.ljust(width) for i, (cell, width) in
+                 enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        print("  ".join(cells).rstrip())
+    say(f"{len(infos)} sessions; everything in {options.store_dir} takes {format_bytes(used)}")
+    return 0
+
+
+def _show(options: argparse.Namespace, say: Talk) -> int:
+    with _disk(options) as disk, disk.exclusive():
+        infos = {info.name: info for info in session_infos(disk)}
+        if options.name not in infos:
+            raise UsageError(f"no session {options.name!r}; there are {', '.join(infos) or 'none'}")
+        catalog = disk.sessions.catalog()
+        entry = catalog.entry(options.name)
+        assert entry is not None
+        spans = [
+            {"file": str(disk.path(span.file)), "first_group": span.first, "groups": span.groups}
+            for span in catalog.spans(entry.id)
+        ]
+    print(json.dumps({**_record(infos[options.name]), "files": spans}, indent=2))
+    return 0
+
+
+def _verify(options: argparse.Namespace, say: Talk) -> int:
+    problems = catalog_problems(options.store_dir)
+    mended = []
+    if problems and options.repair:
+        done = salvage(options.store_dir)
+        mended.append(
+            f"{len(done.saved)} sessions are in a new catalogue, {done.lost} could not be saved; the old one is "
+            f"{done.quarantined}"
+        )
+    result = None
+    if not problems or mended:
+        with say.bars() as progress:
+            result = verify(
+                options.store_dir,
+                names=options.names or None,
+                repair=options.repair,
+                cipher=_cipher(options),
+                progress=progress,
+            )
+    intact = (not problems or bool(mended)) and result is not None and result.intact
+    if options.json:
+        record = {"intact": intact, "catalog": {"problems": problems, "repaired": mended}}
+        print(json.dumps(record | (msgspec.to_builtins(result) if result else {}), indent=2))
+        return 0 if intact else 1
+    for problem in problems:
+        print(problem)
+    for line in mended:
+        print(f"  repaired: {line}")
+    for finding in result.findings if result else ():
+        print(f"session {finding.session!r}: {finding.problem}")
+        if finding.repaired:
+            print(f"  repaired: {finding.repaired}")
+    for name, why in result.skipped.items() if result else ():
+        print(f"session {name!r} was not looked at: {why}")
+    if result is not None:
+        say(f"{result.sessions} sessions, {result.records} records read")
+    if not intact:
+        say("not all of it is as it was written; --repair keeps what is")
+    return 0 if intact else 1
+
+
+def _export(options: argparse.Namespace, say: Talk) -> int:
+    identity = _identity(options)
+    with _store(options, identity) as store, store.open(options.name) as session, say.bars() as progress:
+        export_session(
+            session, identity, options.file, lambda done, total: progress("export (layers)", done, total)
+        )
+    say(f"{options.file} holds session {options.name!r}" + (", not encrypted" if options.session_key else ""))
+    return 0
+
+
+def _import(options: argparse.Namespace, say: Talk) -> int:
+    header, _ = read_header(options.file)
+    identity = Identity.from_json(header["__metadata__"]["identity"])
+    with _store(options, identity) as store, say.bars() as progress:
+        name = import_session(
+            store, options.file, options.name, lambda done, total: progress("import (layers)", done, total)
+        )
+    say(f"session {name!r} is stored")
+    return 0
+
+
+def _delete(options: argparse.Namespace, say: Talk) -> int:
+    with _disk(options) as disk:
+        store = {info.name: info for info in _infos(disk)}
+        for name in options.names:
+            if name not in store:
+                raise UsageError(f"no session {name!r}; there are {', '.join(store) or 'none'}")
+        for name in options.names:
+            with _store(options, store[name].identity) as sessions:
+                say(f"deleted session {name!r}, {format_bytes(sessions.delete(name))}")
+    return 0
+
+
+def _gc(options: argparse.Namespace, say: Talk) -> int:
+    with _disk(options) as disk:
+        gone = disk.shrink(parse_size(options.bytes))
+        say(f"deleted {len(gone)} sessions; everything takes {format_bytes(disk.bytes_used)} now")
+    for name in gone:
+        print(name)
+    return 0
+
+
+def _sweep(options: argparse.Namespace, say: Talk) -> int:
+    with _disk(options) as disk, disk.exclusive():
+        freed, problem = disk.sessions.sweep()
+        if problem is not None:
+            say.always(problem)
+            return 1
+        say(f"{format_bytes(freed + disk.reclaimed_bytes)} are free again")
+    return 0
+
+
+def _disk(options: argparse.Namespace) -> DiskStore:
+    return DiskStore(options.store_dir, limit_bytes=None, fingerprint="")
+
+
+def _store(options: argparse.Namespace, identity: Identity) -> SessionStore:
+    return SessionStore(options.store_dir, identity=identity, cipher=_cipher(options))
+
+
+def _cipher(options: argparse.Namespace) -> AesGcm | None:
+    return AesGcm.from_file(options.session_key) if options.session_key is not None else None
+
+
+def _infos(disk: DiskStore) -> list[SessionInfo]:
+    with disk.exclusive():
+        return session_infos(disk)
+
+
+def _identity(options: argparse.Namespace) -> Identity:
+    with _disk(options) as disk:
+        infos = {info.name: info.identity for info in _infos(disk)}
+    if options.name not in infos:
+        raise UsageError(f"no session {options.name!r}; there are {', '.join(infos) or 'none'}")
+    return infos[options.name]
+
+
+def _record(info: SessionInfo) -> dict[str, Any]:
+    return msgspec.to_builtins(info)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / (1 << 20):,.1f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
