@@ -172,6 +172,7 @@ def _generate(
 ) -> Any:
     """Decodes and streams the text; with --compare every step's logits are added to `logits`."""
     from swapkv_jax.text import OrderedOutput, RowText
+    from swapkv_jax.trace import traced
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -190,7 +191,7 @@ def _generate(
         )
         steps = iter([next(generation)])
     output = OrderedOutput(len(rows), write)
-    for some in (steps, generation):
+    for some in (steps, traced(generation, options.trace)):
         for step in some:
             if step.logits is not None:
                 logits.append(step.logits)

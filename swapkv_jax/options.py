@@ -107,6 +107,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="encrypt the session with the key in FILE: 32 bytes or 64 hex digits, readable by you alone",
     )
     add("--report", type=Path, metavar="FILE", help="write a JSON report")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what a few steps did when, for Perfetto (JSON, or JSON.gz)",
+    )
     add("--compare", choices=["resident"], help="then decode the same tokens again and report what was lost")
     add("--dry-run", action="store_true", help="print the plan and its bytes per tier, allocate nothing")
     add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
@@ -154,8 +160,9 @@ def check_flags(options: argparse.Namespace) -> None:
             f"--cache group keeps no whole layers on the device, so --physical-layers {options.physical_layers} "
             "contradicts it; leave one of them out"
         )
-    if options.report:
-        _check_writable(options.report)
+    for what in ("report", "trace"):
+        if path := getattr(options, what):
+            _check_writable(path, what)
     for name in ("device_memory", "dram_memory", "disk_space"):
         if getattr(options, name) is not None:
             parse_size(getattr(options, name))
@@ -185,8 +192,8 @@ def prompt_text(kind: str, value: str) -> str:
         raise UsageError(f"cannot read prompt file {value}: {error.strerror}; check the path") from None
 
 
-def _check_writable(path: Path) -> None:
-    """Raises UsageError now if the report could not be written at the end."""
+def _check_writable(path: Path, what: str) -> None:
+    """Raises UsageError now if the report or trace could not be written at the end."""
     try:
         path = path.resolve()
         usable = path.parent.is_dir() and os.access(path.parent, os.W_OK)
@@ -194,6 +201,6 @@ def _check_writable(path: Path) -> None:
             raise OSError
     except (OSError, ValueError):
         raise UsageError(
-            f"cannot write the report to {str(path)[:300]}: give a regular file, of a name up to 200 bytes, in a "
+            f"cannot write the {what} to {str(path)[:300]}: give a regular file, of a name up to 200 bytes, in a "
             "directory that exists and is writable"
         ) from None

@@ -132,9 +132,10 @@ def test_interrupted_answers_are_saved(model: Path, tmp_path: Path, run: Runner)
 
 def test_one_more_turn_of_a_chat(smollm2: Model) -> None:
     tokenizer = smollm2.tokenizer
-    spelled = tokenizer.id_of
     history = tokenizer.encode("Hello", chat=True)
-    end, start, newline = spelled("<|im_end|>"), spelled("<|im_start|>"), tokenizer.encode("\n", chat=False)
+    (start,), (end,), newline = (
+        tokenizer.encode(t, chat=False) for t in ("<|im_start|>", "<|im_end|>", "\n")
+    )
     answer = tokenizer.encode("Hi!", chat=False)
     cut = tokenizer.encode_turn("And now?", [*history, *answer], chat=True)
     ended = tokenizer.encode_turn("And now?", [*history, *answer, end], chat=True)

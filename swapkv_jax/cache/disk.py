@@ -19,6 +19,7 @@ from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.staging import StagingRing, host_view, zeros
 from swapkv_jax.tiers import DiskStore
+from swapkv_jax.trace import span
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class DiskLayerCache(LayerCache):
     def _read(self, piece: Piece, slot: int) -> None:
         """Fills a staging slot, and from there the device slot if it can be reached. Runs on an I/O thread."""
         self._staging.wait_reusable(slot)
+        started = time.perf_counter()
         count = piece.groups + piece.rolling
         records = self._staging.records(slot)
         if piece.groups:
@@ -156,6 +158,7 @@ class DiskLayerCache(LayerCache):
                 raise
         if piece.rolling:
             records[piece.groups] = self._tier.rolling[piece.layer, piece.row]
+        span(f"reads {slot}", f"layer {piece.layer}, row {piece.row}", started, time.perf_counter())
         if self._views:
             self._put(piece, records[:count])
 
@@ -182,7 +185,9 @@ class DiskLayerCache(LayerCache):
             piece, slot, read = self._reading.popleft()
             started = time.perf_counter()
             read.result()
-            self._wait_s += time.perf_counter() - started
+            landed = time.perf_counter()
+            self._wait_s += landed - started
+            span("waits", f"layer {layer}", started, landed)
             if not self._views:
                 self._fill(index, piece, slot)
             self._read_ahead()

@@ -30,6 +30,7 @@ from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.tiers import DiskStore
+from swapkv_jax.trace import span
 
 KEEP_BATCH = 64  # records written at a time by prefill
 
@@ -259,8 +260,10 @@ class GroupCache(OffloadCache):
                 lane.reader.finish()
                 landed = time.perf_counter()
                 self._read_s += landed - lane.started
+                span(f"reads {self._lanes.index(lane)}", f"layer {layer}", lane.started, landed)
                 if is_ready(x):
                     self._wait_s += landed - asked
+                    span("waits", f"layer {layer}", asked, landed)
                 self._load(request, lane, first)
         except BaseException:
             self._give_up(request, lane)

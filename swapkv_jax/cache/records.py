@@ -3,6 +3,8 @@ rolling buffer."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +13,7 @@ from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.row_pool import RowPool
 from swapkv_jax.plan import Plan
 from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
+from swapkv_jax.trace import span
 
 
 class RecordTier:
@@ -78,7 +81,10 @@ class RecordTier:
         Raises:
           TierError: the disk has no room, or the write keeps failing.
         """
+        started = time.perf_counter()
         self.files[row].write(layer, first_group, records)
+        lane = f"writes of {threading.current_thread().name}"
+        span(lane, f"layer {layer}, row {row}, {len(records)} groups", started, time.perf_counter())
         if self.pool is not None and row < self.pool.rows:
             self.pool.write(layer, row, first_group, records)
 
