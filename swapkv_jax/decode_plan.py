@@ -20,6 +20,8 @@ from swapkv_jax.store_paths import default_store_dir
 # What a process takes between the planning and its peak that no plan counts: compiled code, threads, allocators
 # (130 to 160 MiB measured, whatever the policy).
 _RUNTIME = 192 << 20
+# Of an accelerator's free memory: the compiler's temporaries come out of it too.
+_USABLE = 0.9
 # A shipped plan's choices are taken for contexts down to this part of its own.
 _SHORTEST = 1 / 4
 
@@ -40,10 +42,11 @@ def decode_plan(
     if needed > limit:
         _refuse_length(options, lengths, limit)
     here = device_memory()[0]
-    budgets = _budgets(options, here.free, shared=here.shared)
+    device = device_of_kind(here.name)
+    # JAX does not say of a GPU that its memory is the host's; a description does.
+    budgets = _budgets(options, here.free, shared=here.shared or (device is not None and device.shared))
     if options.plan is not None:
         return _named_plan(options, geometry, len(lengths), needed, budgets), ""
-    device = device_of_kind(here.name)
     request = Request(
         geometry=geometry,
         cache=options.cache or "auto",
@@ -83,7 +86,8 @@ def _budgets(options: argparse.Namespace, free: int | None, *, shared: bool) -> 
     host = max(0, available_memory() - _RUNTIME)
     if shared:
         return Budgets(**sizes, host=host)
-    return Budgets(**{"device": free, "dram": host, **sizes})
+    device = None if free is None else int(_USABLE * free)
+    return Budgets(**{"device": device, "dram": host, **sizes})
 
 
 def _named_plan(

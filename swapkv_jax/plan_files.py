@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -71,8 +72,10 @@ def load_plan(name: str) -> Plan:
     try:
         found = parse_plan(Path(name).read_bytes(), name)
     except OSError as error:
+        likely = get_close_matches(name, shipped, n=3) or list(shipped)[:3]
         raise PlanError(
-            f"cannot read plan {name}: {error.strerror}; give a file or a shipped plan ({', '.join(shipped)})"
+            f"cannot read plan {name}: {error.strerror}; give a file, or one of the {len(shipped)} plans that ship, "
+            f"such as {', '.join(likely)}"
         ) from None
     return found.plan if isinstance(found, PlanFile) else found
 

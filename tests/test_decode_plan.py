@@ -22,6 +22,7 @@ from swapkv_jax.plan import Plan
 from swapkv_jax.plan_files import PlanFile, load_plan, parse_plan
 from swapkv_jax.planner import Needs
 from swapkv_jax.rates import DeviceRates
+from swapkv_jax.resources import DeviceMemory
 
 
 def named(name: str) -> Geometry:
@@ -179,6 +180,12 @@ def test_files_that_are_none(tmp_path: Path, change: dict[str, Any], words: str)
     assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(PlanError, match=r"such as llama-3\.1-8b-l4-b8") as caught:
+        load_plan("llama-3.1-8b-l4-b9")
+    assert len(str(caught.value)) < 250
+
+
 def test_a_group_plan_is_not_exact(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(make_plan(SMALL, cache="group", max_context=2000).to_json())
@@ -225,3 +232,47 @@ def test_a_shipped_plan_is_not_taken_for_anything_else(
     plan, why = plan_for(*flags, lengths=lengths)
     assert plan.prefill_chunks != tuned.prefill_chunks
     assert "shipped" not in why
+
+
+# --- other machines ---
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, name: str, free: int, host: int) -> None:
+    """As if JAX had found a GPU of this kind with `free` bytes, in a host with `host` bytes to spare."""
+    found = DeviceMemory(name=name, platform="gpu", free=free, total=free, shared=False)
+    monkeypatch.setattr("swapkv_jax.resources.device_memory", lambda: (found,))
+    monkeypatch.setattr("swapkv_jax.decode_plan.available_memory", lambda: host)
+    monkeypatch.setattr("swapkv_jax.staging.compute_capability", lambda: 8.9)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_gpu_gets_the_plan_that_ships_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "NVIDIA L4", 23 << 30, 60 << 30)
+    flags = ["--dtype", "bfloat16", "--max-context", "30000"]
+    plan, why = plan_for(*flags, lengths=(20_000,) * 8, geometry=named("llama-3.1-8b"))
+    assert (plan.policy, plan.tier, plan.batch, plan.max_context) == ("group", "dram", 8, 30_000)
+    assert "by the description of l4 (" in why
+    assert "shipped plan llama-3.1-8b-l4-b8 (predicted, fitted to 30000 tokens)" in why
+    plan, why = plan_for(*flags, "--exact", lengths=(20_000,) * 8, geometry=named("llama-3.1-8b"))
+    assert (plan.policy, plan.tier) == ("layer", "dram")
+    assert "shipped" not in why
+
+
+@pytest.mark.usefixtures("unmeasured", "shipped")
+def test_an_unknown_gpu_prefers_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "Abacus", 2 << 30, 60 << 30)
+    plan, why = plan_for("--dtype", "bfloat16", lengths=(8000,) * 16)
+    assert (plan.policy, plan.tier) == ("layer", "dram")
+    assert "how long moving it takes is unknown" in why
+    assert "by unknown (python -m swapkv_jax.resources --measure would tell)" in why
+
+
+@pytest.mark.usefixtures("unmeasured", "shipped")
+def test_memory_that_is_shared_is_spent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Jetson's GPU computes in the host's memory: layers in DRAM would save nothing."""
+    for host, policy in ((4 << 30, "resident"), (2 << 30, "group")):
+        machine(monkeypatch, "Orin", 64 << 30, host)
+        plan, _ = plan_for("--dtype", "bfloat16", lengths=(8000,) * 16)
+        needs = Needs.of(plan, SMALL)
+        assert plan.policy == policy
+        assert needs.memory <= host

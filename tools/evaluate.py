@@ -31,6 +31,7 @@ from swapkv_jax import ModelError, Plan, PlanError, SwapKVError, UsageError, loa
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
+from swapkv_jax.plan_files import load_plan
 from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 from swapkv_jax.staging import compute_capability
@@ -137,10 +138,7 @@ def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Pl
         raise UsageError("--plan-json fixes what the selection flags would say; leave one of them out")
     plans = {}
     for path in args.plan_json:
-        try:
-            plan = Plan.from_json(path.read_bytes(), source=str(path))
-        except OSError as error:
-            raise PlanError(f"cannot read plan {path}: {error.strerror}; check the path") from None
+        plan = load_plan(str(path))
         if plan.dtype != dtype:
             raise PlanError(f"{path} is a plan for {plan.dtype}, the model is in {dtype}; match --dtype")
         if path.stem in plans:
