@@ -9,10 +9,12 @@ from typing import Any
 
 from portability_targets import Target
 
-from swapkv_jax.errors import ModelError, UsageError
+from swapkv_jax.errors import ModelError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.models.hf_config import geometry_from_hf_config
+from swapkv_jax.models.named import model_names, named_geometry
 from swapkv_jax.plan import DType, Plan
+from swapkv_jax.plan_files import load_plan
 from swapkv_jax.planner import make_plan
 
 
@@ -26,88 +28,35 @@ class Subject:
     context: int
 
 
-_CONFIGS: dict[str, tuple[dict[str, Any], int, int]] = {  # with rows and tokens per row
-    "smollm2-135m": (
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 30,
-            "hidden_size": 576,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 1536,
-            "vocab_size": 49152,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 100_000.0,
-            "tie_word_embeddings": True,
-        },
-        8,
-        8192,
-    ),
-    "llama-3.1-8b": (
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14336,
-            "vocab_size": 128_256,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        8,
-        32_768,
-    ),
-    "qwen3-4b": (
-        {
-            "model_type": "qwen3",
-            "num_hidden_layers": 36,
-            "hidden_size": 2560,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 9728,
-            "vocab_size": 151_936,
-            "max_position_embeddings": 40_960,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1_000_000.0,
-            "tie_word_embeddings": True,
-        },
-        8,
-        32_768,
-    ),
+_SIZES = {  # rows, and tokens per row
+    "smollm2-135m": (8, 8192),
+    "llama-3.1-8b": (8, 32_768),
+    "qwen3-4b": (8, 32_768),
 }
-MODELS = tuple(_CONFIGS)
+MODELS = tuple(_SIZES)
 DEFAULT_PLANS = ("resident", "layer/dram", "layer/disk", "group")
 PLANS = (*DEFAULT_PLANS, "group/xla")  # `group` attends by the kernel of the platform, where it has one
 DTYPES: dict[str, DType] = {"cpu": "float32", "tpu": "bfloat16", "gpu": "bfloat16"}
 
 
 def subject(source: str, batch: int | None, context: int | None) -> Subject:
-    """A built-in model by name, or one whose Hugging Face `config.json` (or its directory) is named.
+    """A model that ships by name, or one whose Hugging Face `config.json` (or its directory) is named.
 
     Raises:
       ModelError: there is no such model, or not of a kind that is supported.
     """
-    if source in _CONFIGS:
-        config, rows, tokens = _CONFIGS[source]
-        return Subject(source, geometry_from_hf_config(config), batch or rows, context or tokens)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
+    geometry = None if path.is_file() else named_geometry(source)
+    name = source if geometry is not None else path.parent.name
     try:
-        geometry = geometry_from_hf_config(json.loads(path.read_bytes()))
+        geometry = geometry or geometry_from_hf_config(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}; name a config.json, or one of {', '.join(MODELS)}") from None
-    return Subject(path.parent.name, geometry, batch or 8, context or min(8192, geometry.context_limit))
+        raise ModelError(
+            f"{path}: {error}; name a config.json, or one of {', '.join(model_names())}"
+        ) from None
+    rows, tokens = _SIZES.get(source, (8, min(8192, geometry.context_limit)))
+    return Subject(name, geometry, batch or rows, context or tokens)
 
 
 def plan_for(choice: str, chosen: Subject, target: Target) -> Plan:
@@ -130,12 +79,9 @@ def plan_for(choice: str, chosen: Subject, target: Target) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan as `--dry-run` of decode prints it.
+    """A plan as `--dry-run` of decode prints it, or with what is known of it.
 
     Raises:
-      UsageError: the file cannot be read. PlanError: it is not a plan.
+      PlanError: the file cannot be read, or holds no plan.
     """
-    try:
-        return Plan.from_json(path.read_bytes(), source=str(path))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; name a file that holds a plan") from None
+    return load_plan(str(path))
