@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from swapkv_jax.engine import Engine
 from swapkv_jax.group_graphs import selection_of
@@ -16,11 +17,11 @@ from swapkv_jax.plan import Plan
 class DeviceBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the device during decode.
 
-    `planned` sums the plan's device buffers: layer slots or the whole KV, each layer's new K and V, the
-    hidden state, tokens, lengths, logits. `compiled` is the same sum out of XLA's `memory_analysis`: the
-    arguments of every decode graph, each buffer counted once although several graphs take it. `aliased` of
-    these bytes are the DRAM pool's own memory. Beside them stand `weights` (of which a CPU holds one copy,
-    the host's), XLA's `temporaries` (the largest of any graph: graphs run one after the other) and
+    `planned` sums the plan's device buffers: layer slots or the whole KV, each layer's new K and V, records that
+    arrive for them, the hidden state, tokens, lengths, logits. `compiled` is the same sum out of XLA's
+    `memory_analysis`: the arguments of every decode graph, each buffer counted once although several graphs take
+    it. `aliased` of these bytes are the DRAM pool's own memory. Beside them stand `weights` (of which a CPU holds
+    one copy, the host's), XLA's `temporaries` (the largest of any graph: graphs run one after the other) and
     `prefill`, which prefill alone needs.
     """
 
@@ -59,10 +60,23 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         compiled += ids + plan.layers * (
             segment + predict - (ids if selection_of(plan).lookahead == "step" else 0)
         )
+        if plan.transport == "copy":
+            most, load = max(program.group.load.items())
+            pools = sum(
+                size for name, size in buffers.items() if name in ("pool.k.0", "pool.v.0", "pool.kv.0")
+            )
+            places = 2 * most * np.dtype(np.int32).itemsize
+            compiled += (plan.staging_slots or 0) * (load.memory.arguments - pools - places)
+    elif plan.transport == "in_graph":
+        segment = program.segments[plan.layers].memory.arguments
+        compiled += segment - plan.layers * layer_weights - shared
     else:
         new = buffers["new.0"]
         slot = program.segments[1].memory.arguments - layer_weights - shared - new
         compiled += plan.layers * new + (plan.physical_layers or 0) * slot
+        if plan.tier == "disk" and plan.transport == "copy" and program.fill is not None:
+            place = 2 * np.dtype(np.int32).itemsize  # a row and its first group
+            compiled += (plan.staging_slots or 0) * (program.fill.memory.arguments - slot - place)
     return DeviceBytes(
         planned=planned.device + planned.aliased,
         compiled=compiled,
@@ -99,7 +113,7 @@ def kv_bytes(plan: Plan, geometry: Geometry) -> dict[str, int]:
     held = {"device": 0, "dram": 0, "disk": 0}
     for buffer in plan.buffers(geometry):
         kind = buffer.name.partition(".")[0]
-        if kind not in _NOT_KV and buffer.phase == "always" and buffer.alias_of is None:
+        if kind not in _NOT_KV and buffer.phase != "prefill" and buffer.alias_of is None:
             held[buffer.tier] += buffer.bytes
     return held
 

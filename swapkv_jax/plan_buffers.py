@@ -79,7 +79,6 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
     parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
-    values = plan.stride_bytes // plan.itemsize
     summary = (b, plan.summary_places, s.rank)
     for i in range(plan.layers):
         for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
@@ -93,8 +92,7 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
         adapter = (plan.kv_heads * plan.head_dim, s.rank)
         yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
     yield Buffer(name="no_ids", shape=(b, s.selected_groups), dtype="int32", tier="device")
-    for i in range(plan.staging_slots or 0):
-        yield Buffer(name=f"staging.{i}", shape=(s.load_buckets[-1], values), dtype=dt, tier="dram")
+    yield from _staging(plan, s.load_buckets[-1])
     yield from _layers(plan, "prefill", plan.prefill_slots, 1, "device", phase="prefill")
     yield from _record_buffers(plan)
     for row in range(plan.dram_rows or 0):
@@ -102,12 +100,17 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
 
 
 def _disk_buffers(plan: Plan) -> Iterator[Buffer]:
-    values = plan.stride_bytes // plan.itemsize
-    for i in range(plan.staging_slots or 0):
-        yield Buffer(
-            name=f"staging.{i}", shape=(plan.staging_groups or 0, values), dtype=plan.dtype, tier="dram"
-        )
+    yield from _staging(plan, plan.staging_groups or 0)
     yield from _record_buffers(plan)
+
+
+def _staging(plan: Plan, records: int) -> Iterator[Buffer]:
+    """Memory that records are read into, and as much on a device that cannot reach it: there they arrive."""
+    shape = (records, plan.stride_bytes // plan.itemsize)
+    for i in range(plan.staging_slots or 0):
+        yield Buffer(name=f"staging.{i}", shape=shape, dtype=plan.dtype, tier="dram")
+        if plan.transport == "copy":
+            yield Buffer(name=f"arriving.{i}", shape=shape, dtype=plan.dtype, tier="device")
 
 
 def _record_buffers(plan: Plan) -> Iterator[Buffer]:

@@ -332,6 +332,8 @@ def test_buffers_add_up(case: tuple[Plan, Geometry]) -> None:
         return
     assert plan.physical_layers is not None
     slots = plan.physical_layers * layer
+    if plan.tier == "disk" and plan.transport == "copy":  # what was read, on its way into a slot
+        slots += (plan.staging_slots or 0) * (plan.staging_groups or 0) * plan.stride_bytes
     if plan.tier == "dram" and plan.transport == "alias":
         assert (memory.device, memory.aliased) == (state, slots)
         assert memory.prefill == plan.physical_layers * row
@@ -368,7 +370,9 @@ def test_buffers_of_group_add_up(case: tuple[Plan, Geometry]) -> None:
         size * s.rank * 4 + g.hidden * g.heads * g.head_dim * width
     )  # of the selection: adapter, queries
     state = plan.batch * (g.hidden * plan.itemsize + 4 * 4 + g.vocab * 4 + 4 * s.selected_groups)
-    assert memory.device == g.layers * (plan.batch * row + weights) + state
+    staged = (plan.staging_slots or 0) * s.load_buckets[-1] * plan.stride_bytes
+    arriving = staged if plan.transport == "copy" else 0
+    assert memory.device == g.layers * (plan.batch * row + weights) + state + arriving
     assert memory.aliased == 0
     assert memory.prefill == 2 * 2 * plan.capacity * size * plan.itemsize  # two layers of one row
     records = (plan.staging_slots or 0) * s.load_buckets[-1] + g.layers * plan.batch

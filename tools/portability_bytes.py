@@ -50,7 +50,7 @@ def laid_out_bytes(shape: Sequence[int], itemsize: int, layout: Any) -> int:
 
 
 def arguments(spec: GraphSpec, compiled: jax.stages.Compiled) -> list[Argument]:
-    """Every array that a compiled graph takes, in order."""
+    """Every array on the device that a compiled graph takes, in order."""
     leaves = jax.tree_util.tree_leaves_with_path(list(spec.arguments))
     formats = jax.tree.leaves(compiled.input_formats[0])
     return [
@@ -62,6 +62,7 @@ def arguments(spec: GraphSpec, compiled: jax.stages.Compiled) -> list[Argument]:
             bytes=laid_out_bytes(leaf.shape, leaf.dtype.itemsize, form.layout),
         )
         for (path, leaf), form in zip(leaves, formats, strict=True)
+        if path[0].idx not in spec.host  # pyright: ignore[reportAttributeAccessIssue]  (a sequence's key has it)
     ]
 
 
@@ -71,9 +72,12 @@ def plan_bytes(plan: Plan, geometry: Geometry, graphs: Sequence[Sequence[Argumen
     planned = compiled = 0
     problems: list[str] = []
     known: set[tuple[tuple[int, ...], str]] = set()
+    staged: dict[tuple[int, str], int] = {}  # by values of a record and dtype, most records
     padding: Counter[str] = Counter()
     for buffer in plan.buffers(geometry):
-        if buffer.tier != "device" or buffer.phase == "prefill":
+        if buffer.name.startswith("staging."):
+            staged[buffer.shape[1], buffer.dtype] = buffer.shape[0]
+        if buffer.tier != "device" or buffer.phase != "always":
             continue
         known.add((buffer.shape, buffer.dtype))
         planned += buffer.bytes
@@ -83,7 +87,7 @@ def plan_bytes(plan: Plan, geometry: Geometry, graphs: Sequence[Sequence[Argumen
             continue
         compiled += size
         padding[f"{buffer.name.partition('.')[0]} {buffer.dtype}{list(buffer.shape)}"] += size - buffer.bytes
-    unplanned = max(sum(_unplanned(graph, known)) for graph in graphs)
+    unplanned = max(sum(_unplanned(graph, known, staged)) for graph in graphs)
     if abs(compiled + unplanned - planned) > TOLERANCE * planned:
         problems.append(
             f"device bytes: {compiled + unplanned:,} compiled, {unplanned:,} of them in no plan; {planned:,} planned"
@@ -96,5 +100,13 @@ def _most_padded(padding: Counter[str]) -> str:
     return ", ".join(f"{name} by {size:,}" for name, size in padding.most_common(2))
 
 
-def _unplanned(graph: Sequence[Argument], known: set[tuple[tuple[int, ...], str]]) -> Iterator[int]:
-    return (a.bytes for a in graph if not a.weight and (a.shape, a.dtype) not in known and a.bytes >= _SMALL)
+def _unplanned(
+    graph: Sequence[Argument],
+    known: set[tuple[tuple[int, ...], str]],
+    staged: dict[tuple[int, str], int],
+) -> Iterator[int]:
+    """Bytes of what is no buffer of the plan, nor some of the records that a staging slot has room for."""
+    for a in graph:
+        records = len(a.shape) == 2 and a.shape[0] <= staged.get((a.shape[1], a.dtype), 0)
+        if not (a.weight or records or (a.shape, a.dtype) in known or a.bytes < _SMALL):
+            yield a.bytes
