@@ -50,11 +50,7 @@ def test_every_model_has_a_plan_for_every_device_that_holds_its_weights() -> Non
     small = named_geometry("smollm2-135m")
     assert small is not None
     plans = plans_for(small, "cpu")
-    assert {(f.plan.policy, f.plan.batch) for f in plans.values()} >= {
-        ("resident", 1),
-        ("resident", 8),
-        ("group", 8),
-    }
+    assert {(f.plan.policy, f.plan.batch) for f in plans.values()} >= {("resident", 1), ("resident", 8)}
     assert next(iter(plans.values())).status == "measured"
 
 

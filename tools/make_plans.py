@@ -18,7 +18,7 @@ from swapkv_jax.devices import Device, device_names, find_device
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.named import named_geometry
 from swapkv_jax.plan_files import Numbers, PlanFile
-from swapkv_jax.planner import Budgets, CacheChoice, Candidate, Rates, Request, choose_plan
+from swapkv_jax.planner import Budgets, Candidate, Rates, Request, choose_plan
 
 PLANS = Path(__file__).parents[1] / "plans"
 _MODELS = ("llama-3.1-8b", "llama-3.2-3b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
@@ -26,12 +26,10 @@ _SMALL = "smollm2-135m"
 _BATCHES = (1, 8)
 _USABLE = 0.9  # of a device's memory: the compiler's temporaries and the runtime take some, too
 
-_MEASURED_AT = "tools/performance.md, policy group; two cores, 7,680 tokens of context"
+_MEASURED_AT = "tools/performance.md; two cores, 7,680 tokens of context"
 _MEASURED: dict[str, Numbers] = {
     "smollm2-135m-cpu-b1": {"step_s": 0.0539, "context": 7680, "source": _MEASURED_AT},
     "smollm2-135m-cpu-b8": {"step_s": 0.227, "context": 7680, "source": _MEASURED_AT},
-    "smollm2-135m-cpu-b1-group": {"step_s": 0.0648, "context": 7680, "source": _MEASURED_AT},
-    "smollm2-135m-cpu-b8-group": {"step_s": 0.190, "context": 7680, "source": _MEASURED_AT},
 }
 
 
@@ -43,19 +41,16 @@ class Case:
     device: str
     batch: int
     context: int
-    cache: CacheChoice = "auto"
 
     @property
     def name(self) -> str:
-        policy = "" if self.cache == "auto" else f"-{self.cache}"
-        return f"{self.model}-{self.device}-b{self.batch}{policy}"
+        return f"{self.model}-{self.device}-b{self.batch}"
 
 
 def cases() -> Iterator[Case]:
     """Every plan that ships."""
     for batch in _BATCHES:
-        for cache in ("auto", "group"):
-            yield Case(model=_SMALL, device="cpu", batch=batch, context=8192, cache=cache)
+        yield Case(model=_SMALL, device="cpu", batch=batch, context=8192)
     for device in device_names():
         for model in _MODELS if find_device(device).platform != "cpu" else ():
             for batch in _BATCHES:
@@ -68,7 +63,6 @@ def make(case: Case) -> PlanFile:
     assert geometry is not None
     request = Request(
         geometry=geometry,
-        cache=case.cache,
         batch=case.batch,
         max_context=case.context,
         dtype="float32" if device.platform == "cpu" else "bfloat16",
