@@ -124,7 +124,7 @@ class Victims:
                         self.kills["prefill" if said == 0 else "decode"] += 1
                 self.check(name, truth, safe)
                 if rng.random() < 0.2:
-                    command = rng.choice((("verify",), ("gc", "--keep", "1GiB")))
+                    command = rng.choice((("verify",), ("gc", "1GiB")))
                     self.store_command(*command, after=rng.uniform(0.1, 0.6))
                     self.check(name, truth, safe)
             assert safe == TOTAL - 1
