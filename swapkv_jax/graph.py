@@ -27,12 +27,14 @@ class CompiledBytes:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """What a graph computes, of arguments (pytrees of `Shape`) of which `donate` come back; not compiled yet."""
+    """What a graph computes, of arguments (pytrees of `Shape`) of which `donate` come back and `host` lie in pinned
+    host memory; not compiled yet."""
 
     name: str
     function: Callable[..., Any]
     arguments: Sequence[Any]
     donate: Sequence[int]
+    host: Sequence[int] = ()
 
     def jit(self) -> Any:
         """The jitted function, of any placement."""
@@ -41,16 +43,31 @@ class GraphSpec:
 
     def trace(self, sharding: jax.sharding.Sharding) -> jax.stages.Traced:
         """Traced for arguments that lie on `sharding`, whose device need not be at hand."""
-        placed = jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=sharding), list(self.arguments))
-        return self.jit().trace(*placed)
+        pinned = sharding.with_memory_kind("pinned_host") if self.host else sharding
+
+        def place(argument: Any, sharding: jax.sharding.Sharding) -> Any:
+            return jax.tree.map(lambda a: Shape(a.shape, a.dtype, sharding=sharding), argument)
+
+        return self.jit().trace(
+            *(place(a, pinned if i in self.host else sharding) for i, a in enumerate(self.arguments))
+        )
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of all arguments, without any padding."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(list(self.arguments)))
+        """Bytes of all arguments on the device, without any padding."""
+        return sum(map(_tree_bytes, self.arguments)) - self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arguments in pinned host memory."""
+        return sum(_tree_bytes(self.arguments[i]) for i in self.host)
 
 
-GraphMaker = Callable[[str, Callable[..., Any], Sequence[Any], Sequence[int]], Any]
+def _tree_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+GraphMaker = Callable[..., Any]
 """What a program makes its graphs with: `Graph` compiles them, `GraphSpec` only describes them."""
 
 
@@ -58,12 +75,17 @@ class Graph:
     """One ahead-of-time compiled function. Calling it with other shapes raises instead of compiling."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], arguments: Sequence[Any], donate: Sequence[int]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        donate: Sequence[int],
+        host: Sequence[int] = (),
     ):
         self.name = name
-        spec = GraphSpec(name, function, arguments, donate)
+        spec = GraphSpec(name, function, arguments, donate, host)
         self._compiled = spec.trace(device_sharding()).lower().compile()
-        self._arguments = spec.argument_bytes
+        self._arguments, self._host = spec.argument_bytes, spec.host_bytes
 
     def __call__(self, *arguments: Any) -> Any:
         return self._compiled(*arguments)
@@ -72,10 +94,11 @@ class Graph:
     def memory(self) -> CompiledBytes:
         stats = self._compiled.memory_analysis()
         assert stats is not None, "the backend gives no memory analysis"
+        counted_apart = stats.host_argument_size_in_bytes > 0  # not on a CPU
         return CompiledBytes(
             name=self.name,
             planned_arguments=self._arguments,
-            arguments=stats.argument_size_in_bytes,
+            arguments=stats.argument_size_in_bytes - (0 if counted_apart else self._host),
             temporaries=stats.temp_size_in_bytes,
             outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         )

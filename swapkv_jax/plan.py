@@ -23,12 +23,13 @@ from swapkv_jax.tiers.record import record_stride
 
 Policy = Literal["resident", "layer", "group"]
 Tier = Literal["dram", "disk"]
-Transport = Literal["alias", "copy"]
+Transport = Literal["alias", "copy", "in_graph"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 
 class TierBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Planned bytes per tier. `aliased` device bytes are the DRAM pool's own, counted there."""
+    """Planned bytes per tier. `aliased` device bytes are the DRAM pool's own, counted there; `prefill` is what decode
+    does not hold between its graphs."""
 
     device: int
     aliased: int
@@ -51,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       physical_layers: device slots of one layer's KV each (policy `layer`).
       tier: where the other layers are (policy `layer`). Under `group` everything is on disk; `dram` then puts
         a pool of `dram_rows` rows in front of it.
-      transport: `alias` where device memory is host memory and a slot can be the pool itself, else `copy`.
+      transport: `alias` where device memory is host memory and a slot can be the pool itself, else `copy`: by the
+        host between graphs, or `in_graph`: by the one graph of all layers (policy `layer` in DRAM, on a TPU).
       layers_per_segment: consecutive layers compiled as one static graph (policy `resident`; one for
         `layer`, whose unit of motion is a layer).
       prefill_chunks: prompt tokens per prefill call, the sizes that a prompt is cut into; the largest bounds
@@ -196,7 +198,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Totals per tier of `buffers(geometry)`."""
         totals = {"device": 0, "aliased": 0, "prefill": 0, "dram": 0, "disk": 0}
         for buffer in self.buffers(geometry):
-            if buffer.phase == "prefill":
+            if buffer.phase != "always":
                 totals["prefill"] += buffer.bytes
             elif buffer.alias_of:
                 totals["aliased"] += buffer.bytes

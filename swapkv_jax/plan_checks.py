@@ -113,6 +113,8 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
         raise PlanError(
             "policy group needs a tier (disk, or dram for a pool in front of it) and a transport (alias or copy)"
         )
+    if plan.transport == "in_graph":
+        raise PlanError("transport in_graph belongs to policy layer; use alias or copy")
     if plan.tier == "disk" and plan.dram_rows is not None:
         raise PlanError("dram_rows means nothing with tier disk; leave it out, or use tier dram")
     if plan.tier == "dram" and not 1 <= (plan.dram_rows or 0) <= plan.batch:
@@ -147,12 +149,21 @@ def _validate_layer(plan: Plan) -> None:
             f"physical_layers {slots} is more than the model's {plan.layers} layers; "
             f"use 2 to {plan.layers}, or policy resident"
         )
-    if plan.layers_per_segment != 1:
-        raise PlanError(
-            f"policy layer moves KV by the layer: layers_per_segment must be 1, not {plan.layers_per_segment}"
-        )
     if plan.tier is None or plan.transport is None:
-        raise PlanError("policy layer needs a tier (dram or disk) and a transport (alias or copy)")
+        raise PlanError(
+            "policy layer needs a tier (dram or disk) and a transport (alias or copy; in_graph on a TPU)"
+        )
+    in_graph = plan.transport == "in_graph"
+    if in_graph and plan.tier != "dram":
+        raise PlanError(
+            "transport in_graph copies from DRAM, and disk is the host's to read; use tier dram, or copy"
+        )
+    wanted, by = (plan.layers, "in one graph") if in_graph else (1, "by the layer")
+    if plan.layers_per_segment != wanted:
+        raise PlanError(
+            f"policy layer moves KV {by} over transport {plan.transport}: layers_per_segment must be {wanted}, not "
+            f"{plan.layers_per_segment}"
+        )
     if plan.tier == "disk":
         if (
             not plan.staging_groups

@@ -19,6 +19,7 @@ from swapkv_jax.attention import attend, attend_chunk
 from swapkv_jax.attention_choice import check_capability
 from swapkv_jax.graph import Graph, GraphMaker, GraphSpec, Shape, scalar
 from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
+from swapkv_jax.in_graph import in_graph_segment
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
@@ -35,7 +36,7 @@ class Program:
     `prefill[C]` (layer, x, K, V, row, start, length) → x, K, V: one chunk of one row through one layer
     `take[C]` (x [B, H], chunk [C, H], row, index) → x: a prompt's last hidden state becomes its row's
     `segments[n]` ([layer], x, [K], [V], [new], lengths) → x, [new]: n layers read their caches and give the
-        new token's K and V, new [2, B, Hkv, D]
+        new token's K and V, new [2, B, Hkv, D]; with transport `in_graph` K and V are one array each
     `append` ([K], [V], [new], lengths) → [K], [V]: all layers' new tokens join caches that stay on the device
     `head` (params, x, tokens, lengths, logits, advance, forced) → x, tokens, lengths, logits: moves lengths
         on, chooses the next token (or takes `forced` where it is not negative) and embeds it
@@ -165,7 +166,12 @@ def _make_program(plan: Plan, geometry: Geometry, sampling: Sampling, make: Grap
 
     group = compile_group_graphs(plan, block, geometry, make) if plan.policy == "group" else None
     segments = {}
-    for n in _segment_sizes(plan) if group is None else ():
+    if plan.transport == "in_graph":
+        pools = [Shape((plan.layers, *side.shape), dtype) for side in (k, v)]
+        arguments = [[block.params] * plan.layers, x, *pools, [new] * plan.layers, rows]
+        function = in_graph_segment(plan, block)
+        segments[plan.layers] = make("segment", function, arguments, (1, 4), host=(2, 3))
+    for n in _segment_sizes(plan) if group is None and not segments else ():
         arguments = [[block.params] * n, x, [k] * n, [v] * n, [new] * n, rows]
         segments[n] = make("segment", _segment(block), arguments, (1, 4))
 

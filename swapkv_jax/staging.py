@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
 from swapkv_jax.errors import TierError
+from swapkv_jax.plan import Transport
 from swapkv_jax.tiers import aligned_buffer
 
 HUGE_PAGE = 2 << 20  # bytes
@@ -120,7 +121,7 @@ class StagingRing:
     only when that program's output is ready: until then the program may still be reading it.
     """
 
-    def __init__(self, slots: int, shape: tuple[int, int], dtype: str, transport: Literal["alias", "copy"]):
+    def __init__(self, slots: int, shape: tuple[int, int], dtype: str, transport: Transport):
         """`slots` buffers of `shape` (records, values per record), zeroed: their memory is all finite."""
         self._fences: list[jax.Array | None] = [None] * slots
         # One allocation, so that NumPy asks for huge pages: O_DIRECT then pins and the disk gathers few long
@@ -160,7 +161,7 @@ class StagingBuffer:
     The caller refills it only when the output of the load that read it is ready.
     """
 
-    def __init__(self, sizes: Sequence[int], values: int, dtype: str, transport: Literal["alias", "copy"]):
+    def __init__(self, sizes: Sequence[int], values: int, dtype: str, transport: Transport):
         """Room for the largest of `sizes` records of `values` values each, zeroed."""
         itemsize = np.dtype(dtype).itemsize
         self.buffer = aligned_buffer(max(sizes) * values * itemsize).view(dtype).reshape(max(sizes), values)
@@ -182,7 +183,7 @@ class StagingBuffer:
 class Flags:
     """A small bool array that the host sets between steps: aliased by the device on a CPU, else sent."""
 
-    def __init__(self, shape: tuple[int, ...], transport: Literal["alias", "copy"]):
+    def __init__(self, shape: tuple[int, ...], transport: Transport):
         self.host = aligned_buffer(int(np.prod(shape)), ALIAS_ALIGNMENT).view(np.bool_).reshape(shape)
         self.host[...] = False
         self._aliased = transport == "alias"

@@ -33,9 +33,10 @@ class LayerCache(OffloadCache):
     def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
         """Copies one token, K and V [Hkv, D], to position `at` of a row in the tier."""
 
-    @abc.abstractmethod
     def _arrive(self, layer: int) -> Slot:
-        """The layer's KV on the device, or on its way in the order the device executes."""
+        """The layer's KV on the device, or on its way in the order the device executes. Only a subclass whose step
+        is not by the layer does without it."""
+        raise NotImplementedError
 
     def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
         """Starts moving what follows `layer`, which computes now. Layers before it are written back."""

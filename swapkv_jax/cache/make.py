@@ -8,12 +8,20 @@ from pathlib import Path
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache.base import Cache
 from swapkv_jax.cache.disk import DiskLayerCache
-from swapkv_jax.cache.dram import AliasLayerCache, PinnedLayerCache
+from swapkv_jax.cache.dram import AliasLayerCache, DramLayerCache, PinnedLayerCache
 from swapkv_jax.cache.group import GroupCache
+from swapkv_jax.cache.in_graph import InGraphLayerCache
 from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.models.blocks import Params
+from swapkv_jax.plan import Transport
 from swapkv_jax.program import Program
 from swapkv_jax.tiers import DiskStore, Syscalls
+
+_DRAM_CACHES: dict[Transport, type[DramLayerCache]] = {
+    "alias": AliasLayerCache,
+    "copy": PinnedLayerCache,
+    "in_graph": InGraphLayerCache,
+}
 
 
 def make_cache(
@@ -37,7 +45,7 @@ def make_cache(
     if plan.policy == "resident":
         return ResidentCache(program)
     if plan.policy == "layer" and plan.tier == "dram":
-        return AliasLayerCache(program) if plan.transport == "alias" else PinnedLayerCache(program)
+        return _DRAM_CACHES[plan.transport or "copy"](program)
     store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint, syscalls=syscalls)
     try:
         if plan.policy == "layer":

@@ -107,8 +107,16 @@ def _resident(request: Request) -> Plan:
 def _layer(request: Request, tier: Tier) -> Plan:
     staging = {"staging_groups": 1, "staging_slots": 12} if tier == "disk" else {}
     slots = 2 if request.physical_layers is None else request.physical_layers
+    # A TPU's compiler copies layers beside the layers before them: one launch a step.
+    in_graph = request.platform == "tpu" and tier == "dram"
+    transport = request.overrides.get("transport", "in_graph" if in_graph else request.transport)
     plan = request.plan(
-        policy="layer", tier=tier, transport=request.transport, physical_layers=slots, **staging
+        policy="layer",
+        tier=tier,
+        transport=transport,
+        layers_per_segment=request.geometry.layers if transport == "in_graph" else 1,
+        physical_layers=slots,
+        **staging,
     )
     if staging and "staging_groups" not in request.overrides:
         plan.validate(request.geometry)  # the shape derives from sizes that must be sound

@@ -134,7 +134,7 @@ def _transfer_seconds(plan: Plan, rates: Rates) -> float | None:
         reads = plan.layers * plan.batch * plan.groups / plan.staging_groups if plan.staging_groups else 0
         depth = LONG_READS
     seconds = [0.0]
-    if plan.transport == "copy":
+    if plan.transport != "alias":
         if rates.link is None:
             return None
         seconds.append(link_bytes / rates.link)
