@@ -26,11 +26,15 @@ ITEMSIZE: dict[str, int] = {
 }
 
 
+Phase = Literal["always", "prefill", "graph"]
+
+
 class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     """One buffer the plan fixes.
 
     `tier` is where its bytes are; `alias_of` names the tier whose memory it shares instead of taking its
-    own (on a CPU a device slot can be the pool itself). `phase` is "prefill" for what decode never holds.
+    own (on a CPU a device slot can be the pool itself). `phase` is "prefill" for what decode never holds, "graph" for
+    what it holds as temporaries of a graph alone.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tier: Literal["device", "dram", "disk"]
     alias_of: Literal["dram"] | None = None
-    phase: Literal["always", "prefill"] = "always"
+    phase: Phase = "always"
 
     @property
     def bytes(self) -> int:
@@ -65,6 +69,14 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     if plan.tier == "disk":
         yield from _layers(plan, "slot", slots, b, "device")
         yield from _disk_buffers(plan)
+        return
+    if plan.transport == "in_graph":
+        for part, shape in zip("kv", plan.layer_shapes(b), strict=True):
+            yield Buffer(name=f"pool.{part}", shape=(plan.layers, *shape), dtype=dt, tier="dram")
+        yield from _layers(plan, "slot", slots, b, "device", phase="graph")  # prefill's too
+        # No more layers are there at once, but a TPU's compiler places them in one more K or V's memory.
+        shape = plan.layer_shapes(b)[0]
+        yield Buffer(name="slot.spare", shape=shape, dtype=dt, tier="device", phase="graph")
         return
     yield from _layers(plan, "pool", plan.layers, b, "dram")
     if plan.transport == "alias":
@@ -129,7 +141,7 @@ def _layers(
     tier: Literal["device", "dram"],
     *,
     alias_of: Literal["dram"] | None = None,
-    phase: Literal["always", "prefill"] = "always",
+    phase: Phase = "always",
 ) -> Iterator[Buffer]:
     for i in range(count):
         for part, shape in zip("kv", plan.layer_shapes(rows), strict=True):
