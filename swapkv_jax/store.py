@@ -60,7 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure.",
     )
     parser.add_argument("--store-dir", type=Path, help="the store (default: in the user's cache)")
-    parser.add_argument("--session-key", type=Path, metavar="FILE", help="key of encrypted sessions")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="key of encrypted sessions")
     parser.add_argument("--quiet", action="store_true", help="only results and errors")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -175,7 +175,7 @@ def _export(options: argparse.Namespace, say: Talk) -> int:
         export_session(
             session, identity, options.file, lambda done, total: progress("export (layers)", done, total)
         )
-    say(f"{options.file} holds session {options.name!r}" + (", not encrypted" if options.session_key else ""))
+    say(f"{options.file} holds session {options.name!r}" + (", not encrypted" if options.key_file else ""))
     return 0
 
 
@@ -230,7 +230,7 @@ def _store(options: argparse.Namespace, identity: Identity) -> SessionStore:
 
 
 def _cipher(options: argparse.Namespace) -> AesGcm | None:
-    return AesGcm.from_file(options.session_key) if options.session_key is not None else None
+    return AesGcm.from_file(options.key_file) if options.key_file is not None else None
 
 
 def _infos(disk: DiskStore) -> list[SessionInfo]:

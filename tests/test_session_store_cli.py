@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def run(directory: Path, *arguments: str | Path, key: Path | None = None) -> int:
-    keys = ["--session-key", str(key)] if key else []
+    keys = ["--key-file", str(key)] if key else []
     return main(["--store-dir", str(directory), *keys, *map(str, arguments)])
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from swapkv_jax.errors import TierError, UsageError
-from swapkv_jax.tiers.direct_io import PROBE_PREFIX, Syscalls
+from swapkv_jax.tiers.direct_io import PROBE_PREFIX, AlignedFile, DirectSupport, IoCounters, Syscalls
 from swapkv_jax.tiers.header import HEADER_BYTES, Header, HeaderError, decode
 
 SESSION_PREFIX = "session:"
@@ -167,13 +167,11 @@ class StoreDirectory:
         Raises:
             TierError: it cannot be read, or is damaged or foreign.
         """
-        head = np.empty(HEADER_BYTES, np.uint8)
+        head = np.empty(min(HEADER_BYTES, os.fstat(descriptor).st_size), np.uint8)
+        whole = DirectSupport(direct=False, alignment=1)
+        AlignedFile(path, descriptor, whole, IoCounters(), self._syscalls).read(head, 0)
         try:
-            return decode(head[: self._syscalls.read_at(descriptor, head, 0)].tobytes())
-        except OSError as error:
-            raise TierError(
-                f"cannot read {path}: errno {error.errno}, {error.strerror}; check the disk"
-            ) from error
+            return decode(head.tobytes())
         except HeaderError as error:
             raise TierError(f"{path} {error}") from error
 
