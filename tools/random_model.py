@@ -6,10 +6,11 @@ import dataclasses
 import json
 
 import numpy as np
+import tokenizers
 import xxhash
 
 from swapkv_jax.adapter import Adapter
-from swapkv_jax.models import Model, open_model
+from swapkv_jax.models import Geometry, Model, Tokenizer, open_model
 from swapkv_jax.models.weights import DTYPES, LayerWeights, Slot, Weights, dtype_of, slots
 
 
@@ -23,6 +24,14 @@ def random_model(source: str, dtype: str, context: int) -> Model:
     geometry = found.geometry
     if geometry.context_limit < context:
         geometry = dataclasses.replace(geometry, max_positions=context, rope_scaling=None)
+    model = textless_model(geometry, dtype, name=f"{found.name} with random weights")
+    return dataclasses.replace(
+        model, tokenizer=found.tokenizer, source=found.source, eos_token_ids=found.eos_token_ids
+    )
+
+
+def textless_model(geometry: Geometry, dtype: str, *, name: str) -> Model:
+    """Random weights of a geometry, and a tokenizer that knows no text: for token ids alone, with nothing fetched."""
     rng = np.random.default_rng(0)
     outer: LayerWeights = {}
     layers: list[LayerWeights] = [{} for _ in range(geometry.layers)]
@@ -35,12 +44,12 @@ def random_model(source: str, dtype: str, context: int) -> Model:
     return Model(
         geometry=geometry,
         weights=weights,
-        tokenizer=found.tokenizer,
+        tokenizer=Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), vocab=geometry.vocab),
         dtype=dtype,
         fingerprint=xxhash.xxh3_128(record.encode()).hexdigest(),
-        source=found.source,
-        name=f"{found.name} with random weights",
-        eos_token_ids=found.eos_token_ids,
+        source=name,
+        name=name,
+        eos_token_ids=frozenset(),
     )
 
 
