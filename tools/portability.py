@@ -188,7 +188,9 @@ def _row(
     if must_fit and not fits:
         failures.append(f"the plan needs {needed:,} bytes of one device, which has {target.memory:,}")
     made = [graph.compiled for graph in graphs if graph.compiled is not None and graph.has_bytes]
-    held = plan_bytes(plan, geometry, [m.taken for m in made]) if made and len(made) == len(graphs) else None
+    temporaries = max((m.temporaries or 0 for m in made), default=0)
+    whole = bool(made) and len(made) == len(graphs)
+    held = plan_bytes(plan, geometry, [m.taken for m in made], temporaries) if whole else None
     failures += held.problems if held is not None else ()
     return {
         "model": chosen.name,
@@ -203,12 +205,12 @@ def _row(
         "status": _status(graphs, failures, target.missing() is not None),
         "failures": failures,
         "fits": fits,
-        "planned": memory.device + memory.aliased,
+        "planned": memory.device + memory.aliased if held is None else held.planned,
         "compiled": None if held is None else held.compiled,
         "unplanned": None if held is None else held.unplanned,
         "prefill": memory.prefill,
         "weights": weights,
-        "temporaries": max((m.temporaries or 0 for m in made), default=0) if made else None,
+        "temporaries": held.temporaries if held is not None else temporaries if made else None,
         "device_memory": target.memory,
         "graphs": [graph.to_dict() for graph in graphs],
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.export
-from portability_bytes import Argument, arguments
+from portability_bytes import TOLERANCE, Argument, arguments
 from portability_lint import lint
 from portability_targets import Target
 from portability_thunks import read_thunks
@@ -35,7 +35,8 @@ class Compiled:
 
     Attributes:
       failures: what it refused, or did otherwise than a decode graph must. too_large: it found no room on one device.
-      outputs: bytes of those that are not donated arguments coming back. host: bytes of any kind in host memory.
+      arguments: those on the device. host: those in host memory.
+      outputs: bytes of those that are not donated arguments coming back.
       kernels: names of the custom calls that are kernels.
       command_buffers, launches: of a GPU.
       taken: the arguments, as laid out.
@@ -184,14 +185,13 @@ def _compile(spec: GraphSpec, lowered: jax.stages.Lowered, target: Target) -> Co
     stats = compiled.memory_analysis()
     assert stats is not None, "the backend gives no memory analysis"
     taken = arguments(spec, compiled)
-    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    failures += _byte_problems(spec, stats, taken, host)
+    failures += _byte_problems(spec, stats, taken)
     return Compiled(
         failures=tuple(failures),
-        arguments=stats.argument_size_in_bytes,
+        arguments=sum(argument.bytes for argument in taken if not argument.host),
         temporaries=stats.temp_size_in_bytes,
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        host=host,
+        host=sum(argument.bytes for argument in taken if argument.host),
         kernels=tuple(sorted({c for c in _CUSTOM_CALL.findall(_text(compiled)) if c.startswith(_KERNELS)})),
         command_buffers=command_buffers,
         launches=launches,
@@ -206,18 +206,20 @@ def _text(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _byte_problems(spec: GraphSpec, stats: Any, taken: Sequence[Argument], host: int) -> Iterator[str]:
+def _byte_problems(spec: GraphSpec, stats: Any, taken: Sequence[Argument]) -> Iterator[str]:
     # A layout that pads nothing gives what the plan says; a TPU's tiles pad, and `plan_bytes` bounds by how much.
     laid_out = sum(argument.bytes for argument in taken)
-    if stats.argument_size_in_bytes != laid_out:
+    compiled = stats.argument_size_in_bytes + stats.host_argument_size_in_bytes
+    if compiled != laid_out:
         yield (
-            f"arguments: {stats.argument_size_in_bytes:,} bytes compiled, {laid_out:,} by their layouts, "
-            f"{spec.argument_bytes:,} planned"
+            f"arguments: {compiled:,} bytes compiled, {laid_out:,} by their layouts, "
+            f"{spec.argument_bytes + spec.host_bytes:,} planned"
         )
     donated = sum(
         leaf.size * leaf.dtype.itemsize for i in spec.donate for leaf in jax.tree.leaves(spec.arguments[i])
     )
     if stats.alias_size_in_bytes < donated:
         yield f"of {donated:,} donated bytes {stats.alias_size_in_bytes:,} come back in place; buffers would move"
-    if host:
-        yield f"{host:,} bytes in host memory, where the plan has none of this graph's buffers"
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
+    if host > spec.host_bytes * (1 + TOLERANCE):
+        yield f"{host:,} bytes in host memory, where the plan has {spec.host_bytes:,} of this graph's"

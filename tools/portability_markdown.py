@@ -13,7 +13,7 @@ COLUMNS = (
     ("graphs", "decode graphs that passed every check, of all"),
     ("planned", "bytes of the plan's device buffers"),
     ("compiled", "what those take as the compiler lays them out, padding included"),
-    ("temporaries", "the most that one graph takes beside its arguments while it runs"),
+    ("temporaries", "the most that one graph takes while it runs, beside its arguments and the plan's slots"),
     ("weights", "their bytes, the same under every plan"),
     ("buffers", "command buffers (CUDA graphs) of all graphs; a graph of fewer than five launches is none"),
     ("launches", "kernels, copies and products of the segment, all of them nodes of its one command buffer"),
@@ -31,9 +31,10 @@ there. Rewritten by
 which needs the extras `aot-tpu` and `aot-cuda` (`make portability` installs them). jax {jax}{compilers}.
 
 A graph passes if it has no callback into Python and no dynamic shape; exports for its platform; compiles; takes the
-bytes that the plan says, on the device within 2 % and in host memory none; gives back every donated buffer in place;
-and holds the kernel that its plan names (as a custom call) and no other. On a GPU, further, if it has no loop and
-touches no host memory, and all of it is one command buffer. A row fails if one of its graphs does.
+bytes that the plan says, within 2 %, on the device and in host memory (which only a TPU's graphs read); gives back
+every donated buffer in place; and holds the kernel that its plan names (as a custom call) and no other. On a GPU,
+further, if it has no loop and touches no host memory, and all of it is one command buffer. A row fails if one of its
+graphs does.
 *Does not fit*: one device of the kind has too little memory for plan and weights; the plan is sound, but for more
 or larger devices. *Too large*: the compiler was not asked, or found no room, for a graph.
 
