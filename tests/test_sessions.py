@@ -355,6 +355,21 @@ def test_past_sessions_make_room_oldest_first(tmp_path):
         check(session, ids)
 
 
+def test_a_source_does_not_make_room_for_its_own_copy(tmp_path):
+    with open_store(tmp_path) as store, store.open("a") as session:
+        say(session, range(300))
+        session.commit(range(300), {})
+    with open_store(tmp_path) as store:
+        limit = store.bytes_used + 270_000  # no room for a row beside what the catalogue keeps free
+    with open_store(tmp_path, limit_bytes=limit) as store:
+        with pytest.raises(TierError, match="is full"):
+            store.fork("a", "b")
+        with store.open("a") as session:
+            check(session, range(300))
+        with store.open("c", range(300)) as session:
+            assert session.stored == 0, "what could have been shared made room"
+
+
 def test_gc_to_a_budget(store):
     for name in "abc":
         with store.open(name) as session:

@@ -37,7 +37,7 @@ def shared_prefix(
             passed_over["with another key"] += 1
         else:
             try:
-                spans = _common(catalog, files, entry, wanted, sizes)
+                spans = _common(catalog, files, entry, wanted, sizes, count(best))
             except TierError as error:
                 notes.append(f"nothing was shared from a session: {error}")
                 continue
@@ -52,11 +52,21 @@ def shared_prefix(
 
 
 def _common(
-    catalog: Catalog, files: SessionFiles, entry: SessionEntry, wanted: np.ndarray, sizes: dict[str, int]
+    catalog: Catalog,
+    files: SessionFiles,
+    entry: SessionEntry,
+    wanted: np.ndarray,
+    sizes: dict[str, int],
+    least: int,
 ) -> tuple[Span, ...]:
-    """Where the groups that a session begins with as `wanted` does are, up to the first file that is lost."""
-    contents = catalog.contents(entry)
-    theirs = token_ids(files.open_value(contents.tokens, entry.name, "tokens", entry.token_count))
-    spans = clip(contents.spans, min(common_prefix(wanted, theirs), entry.stored) // SESSION_GROUP)
+    """Where the groups that a session begins with as `wanted` does are, up to the first file that is lost: if there
+    are more than `least`."""
+    data = catalog.tokens(entry)
+    theirs = token_ids(files.open_value(data, entry.name, "tokens", entry.token_count))
+    groups = min(common_prefix(wanted, theirs), entry.stored) // SESSION_GROUP
+    if groups <= least:
+        return ()
+    contents = catalog.contents(entry)  # verified: all of it is read only where it promises something
+    spans = clip(contents.spans, groups)
     lost = [i for i, span in enumerate(spans) if files.lost(span.file, sizes.get(span.file, 0))]
     return spans[: lost[0]] if lost else spans

@@ -315,7 +315,10 @@ class Session:
         v[:, :, :tokens] = np.frombuffer(data[half:], layout.dtype).reshape(*shape, tokens, layout.head_dim)
 
     def _release(self, keep: set[str]) -> None:
-        for name in self._opened.keys() - keep:
+        going = self._opened.keys() - keep
+        if going:
+            self._reader.forget()  # nobody may be reading what is closed
+        for name in going:
             del self._opened[name]
             self._dirty.discard(name)
             self._files.release(name)

@@ -21,6 +21,7 @@ from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
 _LONGEST_NAME = 200
+_ROW_BYTES_PER_TOKEN = 8  # its id, and its share of a span per group
 
 
 class SessionStore:
@@ -108,15 +109,9 @@ class SessionStore:
           UsageError: a name that cannot be.
           TierError: in use, of another model or key, or damaged.
         """
-        if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise UsageError(
-                f"session name {name!r} must be 1 to {_LONGEST_NAME} printable characters; choose another"
-            )
+        _check_name(name)
         with self._disk.exclusive():
-            entry = self._sessions.catalog().entry(name)
-            if entry is not None and not entry.committed and self._sessions.idle(entry):
-                self._sessions.forget(entry)  # its process was killed before it came to anything
-                entry = None
+            entry = self._known(name)
             if entry is None:
                 entry = self._new(name, tokens or ())
             self._check_own(entry)
@@ -143,19 +138,24 @@ class SessionStore:
           UsageError: the source does not exist, or the name does.
           TierError: the source is of another model or key, or damaged; or there is no room.
         """
+        _check_name(name)
         with self._disk.exclusive():
             entry = self._committed(source)
             catalog = self._sessions.catalog()
-            if catalog.entry(name) is not None:
+            if self._known(name) is not None:
                 raise UsageError(f"there is a session {name!r} already; delete it or choose another name")
             self._check_own(entry)
-            contents = catalog.contents(entry)
-            contents = self._renamed(contents, entry, name)
-            with self._disk.room(contents.growth), catalog.transaction(durable=self.durability != "none"):
-                copy = catalog.add(
-                    name, entry.identity, entry.cipher, contents, entry.stored, entry.token_count
-                )
-                catalog.save(copy, contents, stored=entry.stored, tokens=entry.token_count)
+            lock = self._sessions.lock(entry)  # the source must not make room for its own copy
+            try:
+                contents = self._renamed(catalog.contents(entry), entry, name)
+                with self._disk.room(contents.growth), catalog.transaction(durable=self.durability != "none"):
+                    copy = catalog.add(
+                        name, entry.identity, entry.cipher, contents, entry.stored, entry.token_count
+                    )
+                    catalog.save(copy, contents, stored=entry.stored, tokens=entry.token_count)
+            finally:
+                if lock is not None:
+                    self._sessions.unlock(lock)
 
     def list(self) -> list[SessionInfo]:
         """All committed sessions in the directory, other models' included, least recently used first.
@@ -199,23 +199,37 @@ class SessionStore:
     def _closed(self, session: Session) -> None:
         _, lock = self._open.pop(session.name)
         with self._disk.exclusive():
-            catalog = self._sessions.catalog()
             try:
-                if session.committed:
-                    with catalog.transaction(durable=False):
-                        catalog.touch(session.id)
-                else:
-                    entry = catalog.entry(session.name)
-                    assert entry is not None
-                    self._sessions.forget(entry)
+                self._note_use(session)
+            except (
+                TierError
+            ) as error:  # what was committed is safe, and the next sweep clears away what was not
+                self.notes.append(f"the use of session {session.name!r} was not noted: {error}")
             finally:
                 self._sessions.unlock(lock)
+
+    def _note_use(self, session: Session) -> None:
+        catalog = self._sessions.catalog()
+        entry = catalog.entry_of(session.id)
+        if session.committed:
+            with catalog.transaction(durable=False):
+                catalog.touch(session.id)
+        elif entry is not None:
+            self._sessions.forget(entry)
 
     def _committed(self, name: str) -> SessionEntry:
         entry = self._sessions.catalog().entry(name)
         if entry is None or not entry.committed:
             names = ", ".join(repr(e.name) for e in self._sessions.catalog().entries() if e.committed)
             raise UsageError(f"no session {name!r} in {self.directory}; there are {names or 'none'}")
+        return entry
+
+    def _known(self, name: str) -> SessionEntry | None:
+        """The session of that name, unless its process was killed before it came to anything."""
+        entry = self._sessions.catalog().entry(name)
+        if entry is not None and not entry.committed and self._sessions.idle(entry):
+            self._sessions.forget(entry)
+            return None
         return entry
 
     def _check_own(self, entry: SessionEntry) -> None:
@@ -233,18 +247,19 @@ class SessionStore:
 
     def _new(self, name: str, tokens: Sequence[int]) -> SessionEntry:
         """A row for a new session, with what it can share."""
-        catalog = self._sessions.catalog()
-        found, spans = shared_prefix(catalog, self._files, self.identity, tokens, self.notes)
-        seal = self._files.seal_value
-        stored = len(found)
-        contents = SessionContents(
-            tokens=seal(found.tobytes(), name, "tokens", stored),
-            tail=seal(b"", name, "tail", stored),
-            state=seal(b"{}", name, "state", stored),
-            spans=spans,
-        )
-        with self._disk.room(contents.growth), catalog.transaction(durable=False):
-            catalog.add(name, self.identity.to_json(), self._cipher.name, contents, stored, stored)
+        catalog, seal = self._sessions.catalog(), self._files.seal_value
+        most = SessionContents(tokens=bytes(_ROW_BYTES_PER_TOKEN * len(tokens)))
+        with self._disk.room(most.growth):  # before looking: what there is to share may have to go
+            found, spans = shared_prefix(catalog, self._files, self.identity, tokens, self.notes)
+            stored = len(found)
+            contents = SessionContents(
+                tokens=seal(found.tobytes(), name, "tokens", stored),
+                tail=seal(b"", name, "tail", stored),
+                state=seal(b"{}", name, "state", stored),
+                spans=spans,
+            )
+            with catalog.transaction(durable=False):
+                catalog.add(name, self.identity.to_json(), self._cipher.name, contents, stored, stored)
         entry = catalog.entry(name)
         assert entry is not None
         return entry
@@ -262,4 +277,11 @@ class SessionStore:
             tail=rebound(contents.tail, "tail", entry.stored),
             state=rebound(contents.state, "state", entry.token_count),
             spans=contents.spans,
+        )
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise UsageError(
+            f"session name {name!r} must be 1 to {_LONGEST_NAME} printable characters; choose another"
         )

@@ -127,6 +127,11 @@ class Catalog:
                 damaged.append(entry.name)
         return damaged
 
+    def tokens(self, entry: SessionEntry) -> bytes:
+        """A session's token ids as they are in the catalogue: `contents` verifies them."""
+        rows = self._all("SELECT tokens FROM contents WHERE session = ?", entry.id)
+        return rows[0][0] if rows and isinstance(rows[0][0], bytes) else b""
+
     def contents(self, entry: SessionEntry) -> SessionContents:
         """What a session holds.
 
