@@ -224,6 +224,35 @@ def test_decode_equals_xla(attention: Attention, tmp_path: Path, monkeypatch: py
     assert all(step == ours.addresses[0] for step in ours.addresses)
 
 
+# ---- compiled for devices that are not here ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e", "h100"])
+def test_a_segment_compiles_with_its_kernel_and_copies_nothing(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    from portability_targets import TARGETS  # pyright: ignore[reportMissingImports]
+
+    device = TARGETS[target]
+    if reason := device.missing():
+        pytest.skip(reason)
+    model = geometry(layers=2, hidden=1024, heads=32, kv_heads=8, head_dim=128, max_positions=32768)
+    plan = make_plan(
+        model, cache="group", batch=8, dtype="bfloat16", platform=device.kind, capability=device.capability
+    )
+    (spec,) = (spec for spec in decode_specs(plan, model, [Sampling()]) if spec.name == "segment")
+    compiled = spec.trace(device.sharding()).lower().compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    kernel = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[device.kind]
+    assert text.count(f'custom_call_target="{kernel}') == 1
+    assert memory.argument_size_in_bytes < 1.02 * spec.argument_bytes
+    held = {buffer.name: buffer.bytes for buffer in plan.buffers(model)}
+    assert memory.temp_size_in_bytes < min(held["pool.kv.0"], held["summary.0"]) / 2
+
+
 # ---- which attention a plan gets, and what is refused -----------------------------------------------------
 
 
