@@ -238,8 +238,9 @@ def test_a_segment_compiles_with_its_kernel_and_copies_nothing(
     if reason := device.missing():
         pytest.skip(reason)
     model = geometry(layers=2, hidden=1024, heads=32, kv_heads=8, head_dim=128, max_positions=32768)
+    attention: Attention = "mosaic_tpu" if device.kind == "tpu" else "mosaic_gpu"
     plan = make_plan(
-        model, cache="group", batch=8, dtype="bfloat16", platform=device.kind, capability=device.capability
+        model, cache="group", batch=8, dtype="bfloat16", platform=device.kind, attention=attention
     )
     (spec,) = (spec for spec in decode_specs(plan, model, [Sampling()]) if spec.name == "segment")
     compiled = spec.trace(device.sharding()).lower().compile()
