@@ -199,6 +199,8 @@ def _delete(options: argparse.Namespace, say: Talk) -> int:
         for name in options.names:
             with _store(options, store[name].identity) as sessions:
                 say(f"deleted session {name!r}, {format_bytes(sessions.delete(name))}")
+        with disk.exclusive():
+            disk.sessions.catalog().compact()
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from sessions_kit import IDENTITY, LAYERS, check, content, open_store, say
 
+from swapkv_jax.errors import TierError
 from swapkv_jax.sessions import AesGcm, Identity, SessionStore
 from swapkv_jax.store import main
 from swapkv_jax.tiers.header import COPY_BYTES, HEADER_BYTES
@@ -169,11 +170,19 @@ def test_verify_saves_what_is_intact_of_a_damaged_catalogue(directory, capsys, d
                 check(session, [*range(256), *range(100)])
 
 
+def test_an_empty_catalogue_loses_no_file(directory):
+    (directory / "catalog.sqlite").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(TierError, match=r"catalog\.sqlite is empty, so nobody can tell whose 2 files"):
+            open_store(directory)
+    assert len(list(directory.glob("*.kv"))) == 2
+
+
 def test_a_missing_catalogue_loses_no_file(directory, capsys):
     os.rename(directory / "catalog.sqlite", directory / "elsewhere")
     files = set(directory.glob("*.kv"))
     assert run(directory, "verify") == 2
-    with pytest.raises(Exception, match=r"catalog\.sqlite is missing, so nobody can tell whose 2 files"):
+    with pytest.raises(TierError, match=r"catalog\.sqlite is missing, so nobody can tell whose 2 files"):
         open_store(directory)
     assert set(directory.glob("*.kv")) == files
     os.rename(directory / "elsewhere", directory / "catalog.sqlite")
@@ -223,6 +232,7 @@ def test_export_and_import(tmp_path, capsys, dtype):
 def test_delete_gc_and_sweep(directory, capsys):
     assert run(directory, "delete", "a", "x") == 2
     assert run(directory, "delete", "a") == 0
+    assert np.arange(20, 90, dtype="<i4").tobytes() in (directory / "catalog.sqlite").read_bytes()  # b's
     with open_store(directory) as store:
         assert [info.name for info in store.list()] == ["b"]
         with store.open("b") as session:
@@ -232,7 +242,12 @@ def test_delete_gc_and_sweep(directory, capsys):
             assert "session 'b' is in use" in capsys.readouterr().err
             assert run(directory, "gc", "1KiB") == 1
             assert "still takes" in capsys.readouterr().err
-    assert run(directory, "gc", "200KiB") == 0
+    assert run(directory, "delete", "b") == 0
+    assert np.arange(20, 90, dtype="<i4").tobytes() not in (directory / "catalog.sqlite").read_bytes()
+    with open_store(directory) as store, store.open("b") as session:
+        say(session, range(100))
+        session.commit(range(100), {})
+    assert run(directory, "gc", "100KiB") == 0
     assert capsys.readouterr().out == "b\n"
     with open_store(directory) as store:
         assert store.list() == []

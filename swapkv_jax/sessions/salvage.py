@@ -55,6 +55,7 @@ def salvage(directory: Path) -> Salvage:
                     catalog.restore(entry, contents)
                     for span in contents.spans:
                         catalog.add_file(span.file, None, _size(disk.path(span.file)))
+                catalog.skip_ids(max(1, len(intact) + lost))  # it is not a new one, even if it is empty
             catalog.close()
             quarantined = _free_name(old)
             os.link(old, quarantined)

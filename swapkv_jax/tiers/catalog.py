@@ -22,7 +22,7 @@ CATALOG_NAME = "catalog.sqlite"
 REPAIR = "python -m swapkv_jax.store verify --repair saves what is intact"
 
 _VERSION = 1
-_LOG_LIMIT = 4 << 20  # then it is emptied into the database
+_LOG_LIMIT = 16 << 20  # then it is emptied into the database
 _SCHEMA = """
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice: locks are named by it
@@ -82,7 +82,13 @@ class Catalog:
             raise
 
     def _prepare(self) -> None:
-        for pragma in ("journal_mode = WAL", "wal_autocheckpoint = 0", "foreign_keys = ON"):
+        # Temporary tables stay in memory: on disk they would lie outside the store.
+        for pragma in (
+            "journal_mode = WAL",
+            "wal_autocheckpoint = 0",
+            "foreign_keys = ON",
+            "temp_store = MEMORY",
+        ):
             self._db.execute(f"PRAGMA {pragma}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == 0:
@@ -113,9 +119,9 @@ class Catalog:
         return found[0] if found else None
 
     def last_id(self) -> int:
-        """The highest number that a session was given."""
-        ((last,),) = self._all("SELECT MAX(id) FROM sessions")
-        return last or 0
+        """The highest number that a session was ever given; 0 before the first one."""
+        rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'sessions'")
+        return rows[0][0] if rows else 0
 
     def damaged_sessions(self) -> list[str]:
         """Sessions that are not as they were written."""
@@ -248,6 +254,15 @@ class Catalog:
             (entry.created, entry.last_use, session),
         )
 
+    def skip_ids(self, last: int) -> None:
+        """Gives sessions numbers above `last` from now on. Inside a transaction."""
+        self._db.execute("DELETE FROM sqlite_sequence WHERE name = 'sessions' AND seq < ?", (last,))
+        self._db.execute(
+            "INSERT INTO sqlite_sequence SELECT 'sessions', ? WHERE NOT EXISTS "
+            "(SELECT 1 FROM sqlite_sequence WHERE name = 'sessions')",
+            (last,),
+        )
+
     def touch(self, session: int) -> None:
         """Used just now. Inside a transaction."""
         self._db.execute("UPDATE sessions SET last_use = ? WHERE id = ?", (time.time(), session))
@@ -281,8 +296,19 @@ class Catalog:
             return [str(error)]
         return [] if lines == ["ok"] else lines
 
+    @property
+    def compacting_bytes(self) -> int:
+        """The most that `compact` takes on its way, beside what there is."""
+        return 2 * self.path.stat().st_size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of pages that hold nothing."""
+        ((pages,),) = self._all("PRAGMA freelist_count")
+        return pages * 4096
+
     def compact(self) -> None:
-        """Gives the database's unused pages back to the disk."""
+        """Gives the database's unused pages back to the disk, and with them what deleted sessions had in them."""
         with self._explained("write"):
             self._db.execute("VACUUM")
         self.checkpoint()

@@ -342,8 +342,7 @@ class DiskStore:
             TierError: that is not enough; what could be evicted is.
         """
         with self._directory.exclusive():
-            catalog = self.sessions.catalog()
-            catalog.compact()
+            self._compact()
             self._note_past()
             for sequence in self._order.past:
                 if self.bytes_used <= nbytes:
@@ -355,7 +354,7 @@ class DiskStore:
                 for session in self.sessions.victims(over)[0]:
                     self.sessions.forget(session)
                     names.append(session.name)
-                catalog.compact()
+                self._compact()
             if (over := self.bytes_used - nbytes) > 0:
                 raise TierError(
                     f"{self.directory} still takes {format_bytes(over)} more than {format_bytes(nbytes)}: the rest "
@@ -377,7 +376,7 @@ class DiskStore:
             return
         missing = self._missing(nbytes)
         if missing > 0 and self.sessions.exist:
-            self.sessions.catalog().checkpoint()
+            self._compact()
             missing = self._missing(nbytes)
         if missing <= 0:
             return
@@ -408,6 +407,13 @@ class DiskStore:
             self._remove(sequence)
         for session in sessions:
             self.sessions.forget(session)
+
+    def _compact(self) -> None:
+        """Make the catalogue as small as it gets without going over the limit meanwhile."""
+        catalog = self.sessions.catalog()
+        catalog.checkpoint()
+        if catalog.free_bytes and (self.limit_bytes is None or self._missing(catalog.compacting_bytes) <= 0):
+            catalog.compact()
 
     def _evictable(self, sequence: str) -> bool:
         return sequence in self._files or sequence not in self or self._directory.idle(sequence)

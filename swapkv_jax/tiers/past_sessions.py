@@ -118,12 +118,13 @@ class PastSessions:
             TierError: the catalogue cannot be read, or is missing.
         """
         files = self._directory.session_files()
-        if files and not self.exist:
-            raise TierError(
-                f"{self._path} is missing, so nobody can tell whose {len(files)} files beside it are; put it "
-                f"back, or delete them"
-            )
+        there = self.exist
         catalog, freed = self.catalog(), 0
+        if files and catalog.last_id() == 0:
+            raise TierError(
+                f"{self._path} is {'empty' if there else 'missing'}, so nobody can tell whose {len(files)} files "
+                f"beside it are; put it back, or delete them"
+            )
         abandoned = [entry for entry in catalog.entries() if not entry.committed and self.idle(entry)]
         known = catalog.files()
         orphans = [file for file in files if file not in known and self._files.evictable(file)]
