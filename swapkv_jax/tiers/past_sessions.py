@@ -118,13 +118,13 @@ class PastSessions:
             TierError: the catalogue cannot be read, or is missing.
         """
         files = self._directory.session_files()
-        there = self.exist
-        catalog, freed = self.catalog(), 0
-        if files and catalog.last_id() == 0:
+        lost = "missing" if not self.exist else "empty" if self.catalog().last_id() == 0 else None
+        if files and lost:
             raise TierError(
-                f"{self._path} is {'empty' if there else 'missing'}, so nobody can tell whose {len(files)} files "
+                f"{self._path} is {lost}, so nobody can tell whose {len(files)} files "
                 f"beside it are; put it back, or delete them"
             )
+        catalog, freed = self.catalog(), 0
         abandoned = [entry for entry in catalog.entries() if not entry.committed and self.idle(entry)]
         known = catalog.files()
         orphans = [file for file in files if file not in known and self._files.evictable(file)]
