@@ -56,7 +56,7 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         ids = buffers["no_ids"]
         segment = program.group.segment.memory.arguments - layer_weights - shared - ids
         predict = program.group.predict.memory.arguments - layer_weights - shared
-        predict -= buffers["adapter.0"] + buffers["summary.0"]
+        predict -= buffers.get("adapter.0", 0) + buffers["summary.0"]
         compiled += ids + plan.layers * (
             segment + predict - (ids if selection_of(plan).lookahead == "step" else 0)
         )

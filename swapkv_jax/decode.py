@@ -129,11 +129,12 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
                 model = source.load(plan.dtype, progress)
         adapter = None
         if plan.policy == "group":
-            from swapkv_jax.calibration import ensure_adapter
+            from swapkv_jax.strategies.adapters import plan_adapter
 
             with say.bars() as progress:
-                adapter, note = ensure_adapter(model, place_tokens=plan.place_tokens, progress=progress)
-            say(note)
+                adapter, note = plan_adapter(model, plan, progress=progress)
+            if note is not None:
+                say(note)
         logits: list[Any] = []
         with Engine(
             model,

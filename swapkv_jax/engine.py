@@ -11,7 +11,6 @@ import numpy as np
 
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse, make_cache
-from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.errors import UsageError
 from swapkv_jax.generation import Generation, PrefillProgress
 from swapkv_jax.models import Model
@@ -22,6 +21,7 @@ from swapkv_jax.sampling import Sampling
 from swapkv_jax.session_rows import check_sessions
 from swapkv_jax.staging import zeros
 from swapkv_jax.store_paths import default_store_dir
+from swapkv_jax.strategies.adapters import plan_adapter
 from swapkv_jax.tiers import Syscalls
 
 GREEDY = Sampling()
@@ -72,7 +72,8 @@ class Engine:
         self.params = jax.tree.map(jax.device_put, model.params)
         self.program = compile_program(plan, model.geometry, sampling)
         if plan.policy == "group" and adapter is None:
-            adapter, _ = ensure_adapter(model, place_tokens=plan.place_tokens)
+            adapter, _ = plan_adapter(model, plan)
+        self.adapter = adapter
         self._cache = make_cache(
             self.program,
             fingerprint=model.fingerprint,

@@ -1,7 +1,8 @@
 """The graphs of the `group` policy: attention over selected groups, and the selection itself.
 
-Shapes: B rows, Hkv KV heads, D head dim, G tokens per group, r rank of the summary, P its places (tokens or groups)
-per row, S row capacity, M selected groups, n records of a load.
+Shapes: B rows, Hkv KV heads, D head dim, G tokens per group, P places (tokens or groups) of the summary per row, w
+numbers per place, S row capacity, M selected groups, n records of a load. `strategies` says what a summary holds, and
+what an adapter is.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from swapkv_jax.graph import Graph, GraphMaker, Shape
 from swapkv_jax.models.blocks import BlockFunctions, Params
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
-from swapkv_jax.predictor import group_means, group_scores, low_rank_query, select, summarise
+from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import slot_layout
+from swapkv_jax.strategies.base import Strategy
+from swapkv_jax.strategies.named import strategy_of
+from swapkv_jax.strategies.sizes import has_adapter, summary_width
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ def compile_group_graphs(
     pool, rolling = (
         tuple(Shape(shape, dtype) for shape in shapes) for shapes in (plan.pool_shapes, plan.rolling_shapes)
     )
-    summary = Shape((b, plan.summary_places, choice.rank), jnp.dtype(choice.summary_dtype))
-    adapter = Shape((plan.kv_heads * plan.head_dim, choice.rank), jnp.float32)
+    width = summary_width(choice, plan.kv_heads, plan.head_dim)
+    summary = Shape((b, plan.summary_places, width), jnp.dtype(choice.summary_dtype))
+    adapter = Shape((plan.kv_heads * plan.head_dim, choice.rank), jnp.float32) if has_adapter(choice) else ()
     ids = Shape((b, choice.selected_groups), jnp.int32)
     x, lengths, scalar = Shape((b, geometry.hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
     used = Shape((b, slots), jnp.bool_)
@@ -75,7 +80,7 @@ def compile_group_graphs(
         load=load,
         summarise=make(
             "summarise",
-            partial(summarise_row, place_tokens=plan.place_tokens),
+            partial(summarise_row, strategy=strategy_of(plan)),
             [summary, adapter, k_row, scalar],
             (0,),
         ),
@@ -95,17 +100,16 @@ def compile_group_graphs(
 
 
 def summarise_row(
-    summary: Float[Array, "B P r"],
-    adapter: Float[Array, "HkvD r"],
+    summary: Float[Array, "B P w"],
+    adapter: Any,
     k: Float[Array, "1 Hkv D S"],
     row: Int[Array, ""],
     *,
-    place_tokens: int,
-) -> Float[Array, "B P r"]:
-    """The summary of a prefilled row's keys; what it says beyond the prompt is never looked at."""
+    strategy: Strategy,
+) -> Float[Array, "B P w"]:
+    """The summary with a prefilled row's keys in it."""
     zero = jnp.zeros((), jnp.int32)
-    k = group_means(k, place_tokens) if place_tokens > 1 else k
-    return _write(summary, summarise(k, adapter), (row, zero, zero))
+    return _write(summary, strategy.summarise(k, adapter), (row, zero, zero))
 
 
 def _write(summary: jax.Array, values: jax.Array, where: tuple[jax.Array, ...]) -> jax.Array:
@@ -142,7 +146,7 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
       interpret: interprets the plan's attention kernel, for tests off its platform.
     """
     selects = selection_of(plan).lookahead == "step"
-    layout = slot_layout(plan, interpret)
+    layout, strategy = slot_layout(plan, interpret), strategy_of(plan)
 
     def segment(params: Params, adapter, x, pool, used, lengths, after, rolling, summary, *ids):
         del after, ids  # given for their order and memory alone
@@ -151,11 +155,8 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
         rolling = layout.append(rolling, k_new, v_new, newest)
         x = block.finish(params, x, layout.attend(q, pool, used, rolling, newest))
         # The write comes before the read, so that XLA can do it in place.
-        k = (
-            k_new if plan.place_tokens == 1 else layout.keys(rolling).astype(jnp.float32).mean(2)
-        )  # [B, Hkv, D]
-        # A group's mean is right once the group is complete; nobody looks at it before.
-        place = summarise(k[..., None], adapter)  # [B, 1, r]
+        keys = None if plan.place_tokens == 1 else layout.keys(rolling)
+        place = strategy.place(k_new, keys, adapter)  # [B, 1, w]
         zero = jnp.zeros((), jnp.int32)
         for row in range(place.shape[0]):
             at = (jnp.asarray(row, jnp.int32), lengths[row] // plan.place_tokens, zero)
@@ -192,11 +193,10 @@ def selection_of(plan: Plan) -> Selection:
 def _select(
     plan: Plan,
     q: Float[Array, "B Hkv R D"],
-    adapter: Float[Array, "HkvD r"],
-    summary: Float[Array, "B P r"],
+    adapter: Any,
+    summary: Float[Array, "B P w"],
     lengths: Int[Array, " B"],
 ) -> Int[Array, "B M"]:
     choice, g = selection_of(plan), plan.group_tokens
-    query = low_rank_query(q, adapter, choice.aggregate)
-    scores = group_scores(query, summary, lengths // g, g // plan.place_tokens, choice.aggregate)
+    scores = strategy_of(plan).score(q, adapter, summary, lengths)
     return select(scores, lengths // g, choice.selected_groups, choice.sink_groups, choice.recent_groups)

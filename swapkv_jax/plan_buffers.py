@@ -10,6 +10,7 @@ import msgspec
 
 from swapkv_jax.attention_choice import query_columns
 from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.strategies.sizes import has_adapter, summary_width
 from swapkv_jax.tiers import planned_file_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
     parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
-    summary = (b, plan.summary_places, s.rank)
+    summary = (b, plan.summary_places, summary_width(s, plan.kv_heads, plan.head_dim))
     for i in range(plan.layers):
         for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
             yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
@@ -101,8 +102,9 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
         queries = (g.hidden, query_columns(plan.attention, g.heads * g.head_dim))
         yield Buffer(name=f"queries.{i}", shape=queries, dtype=s.summary_dtype, tier="device")
-        adapter = (plan.kv_heads * plan.head_dim, s.rank)
-        yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
+        if has_adapter(s):
+            adapter = (plan.kv_heads * plan.head_dim, s.rank)
+            yield Buffer(name=f"adapter.{i}", shape=adapter, dtype="float32", tier="device")
     yield Buffer(name="no_ids", shape=(b, s.selected_groups), dtype="int32", tier="device")
     yield from _staging(plan, s.load_buckets[-1])
     yield from _layers(plan, "prefill", plan.prefill_slots, 1, "device", phase="prefill")

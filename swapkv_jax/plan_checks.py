@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from swapkv_jax.attention_choice import refusal
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.strategies.sizes import check_strategy
 from swapkv_jax.tiers.direct_io import PAGE
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
     if plan.selection is None:
         raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
     plan.selection.validate(plan.kv_heads * plan.head_dim)
+    check_strategy(plan.selection, plan.kv_heads, plan.head_dim)
     unserved = refusal(
         plan.attention,
         kv_heads=plan.kv_heads,

@@ -15,7 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from swapkv_jax.errors import PlanError
 from swapkv_jax.selection import Aggregate
@@ -91,13 +91,31 @@ def group_scores(
         return jnp.where(seen, _best_of_groups(logits, group_places), -jnp.inf)
     if aggregate == "softmax":
         logits = jnp.einsum("bhr,bpr->bhp", query, summary, preferred_element_type=jnp.float32)
-        best = jnp.where(seen[:, None], _best_of_groups(logits, group_places), -jnp.inf)  # [B, Hq, N]
-        # A row without a complete group has neither a maximum nor a sum. Any other sum is at least 1.
-        top = jnp.maximum(best.max(axis=-1, keepdims=True), jnp.finfo(best.dtype).min)
-        weights = jnp.exp(best - top)
-        # As a product: XLA's CPU backend would compute the exponentials again for each head of the sum.
-        shares = jnp.einsum("bh,bhn->bn", 1 / jnp.maximum(weights.sum(axis=-1), 1), weights)
-        return jnp.where(seen, shares, -jnp.inf)
+        return _shares(logits, seen, group_places)
+    raise _unknown(aggregate)
+
+
+def head_scores(
+    queries: Float[Array, "B Hkv R w"],
+    summary: Float[Array, "B P Hkvw"],
+    complete: Int[Array, " B"],
+    group_places: int,
+    aggregate: Aggregate,
+    *,
+    scale: float,
+) -> Float[Array, "B N"]:
+    """As `group_scores`, with a summary of w numbers for each KV head, which that head's queries alone are scored by.
+    `sum` is the mean of their logits, `scale` is on the logits of `softmax`."""
+    batch, places, _ = summary.shape
+    seen = jnp.arange(places // group_places) < complete[:, None]  # [B, N]
+    if aggregate == "sum":
+        query = queries.mean(axis=2).reshape(batch, -1) / queries.shape[1]
+        return group_scores(query, summary, complete, group_places, aggregate)
+    if aggregate == "softmax":
+        by_head = summary.reshape(batch, places, queries.shape[1], -1)
+        queries = (queries * scale).astype(summary.dtype)
+        logits = jnp.einsum("bkrw,bpkw->bkrp", queries, by_head, preferred_element_type=jnp.float32)
+        return _shares(logits.reshape(batch, -1, places), seen, group_places)
     raise _unknown(aggregate)
 
 
@@ -127,6 +145,18 @@ def select(
     _, best = jax.lax.top_k(ranked, min(selected, groups))
     best = jnp.where(best < limit, best, -1)
     return jnp.pad(best, ((0, 0), (0, max(0, selected - groups))), constant_values=-1)
+
+
+def _shares(
+    logits: Float[Array, "B Hq P"], seen: Bool[Array, "B N"], group_places: int
+) -> Float[Array, "B N"]:
+    best = jnp.where(seen[:, None], _best_of_groups(logits, group_places), -jnp.inf)  # [B, Hq, N]
+    # A row without a complete group has neither a maximum nor a sum. Any other sum is at least 1.
+    top = jnp.maximum(best.max(axis=-1, keepdims=True), jnp.finfo(best.dtype).min)
+    weights = jnp.exp(best - top)
+    # As a product: XLA's CPU backend would compute the exponentials again for each head of the sum.
+    shares = jnp.einsum("bh,bhn->bn", 1 / jnp.maximum(weights.sum(axis=-1), 1), weights)
+    return jnp.where(seen, shares, -jnp.inf)
 
 
 def _best_of_groups(logits: Float[Array, "*b S"], group_tokens: int) -> Float[Array, "*b N"]:

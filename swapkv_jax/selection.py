@@ -14,6 +14,7 @@ Replacement = Literal["fifo", "lru"]
 Summary = Literal["token", "group"]
 SummaryDType = Literal["float32", "bfloat16", "float16"]
 Attended = Literal["selected", "kept"]
+StrategyName = Literal["kvswap", "quest"]
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +37,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       refresh: per layer, steps from one selection to the next; empty is 1 everywhere. Between two selections
         each newly completed group takes the place of the selected group that scored least.
       load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
+      strategy: what is summarised and how it is scored, see `strategies`; unset is `kvswap`, to which the above
+        applies as it stands. `strategy_name` reads it.
     """
 
     selected_groups: int
@@ -51,6 +54,16 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attended: Attended = "kept"
     refresh: tuple[int, ...] = ()
     load_buckets: tuple[int, ...] = (8, 16, 32, 64, 96, 128)
+    strategy: StrategyName | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.strategy == "kvswap":  # one form for one choice: plans of one meaning have one hash
+            msgspec.structs.force_setattr(self, "strategy", msgspec.UNSET)
+
+    @property
+    def strategy_name(self) -> StrategyName:
+        """Which of the `strategies` selects."""
+        return "kvswap" if self.strategy is msgspec.UNSET else self.strategy
 
     def validate(self, key_size: int) -> None:
         """Raises PlanError naming what is wrong and what would work. `key_size`: Hkv·D."""

@@ -141,7 +141,7 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     group: dict[str, Any] = {}
     if plan.selection is not None:
         choice = msgspec.structs.replace(plan.selection, replacement="lru", attended="kept", refresh=())
-        if plan.group_tokens == 1:  # a token and the mean of one
+        if plan.group_tokens == 1 and choice.strategy_name == "kvswap":  # a token and the mean of one
             choice = msgspec.structs.replace(choice, summary="group")
         group = {"tier": "disk", "dram_rows": None, "selection": choice}
     alike = msgspec.structs.replace(plan, io_threads=1, **slots, **group)

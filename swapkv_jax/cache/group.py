@@ -29,6 +29,8 @@ from swapkv_jax.program import Program
 from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
+from swapkv_jax.strategies.adapters import directions
+from swapkv_jax.strategies.sizes import summary_width
 from swapkv_jax.tiers import DiskStore
 from swapkv_jax.trace import span
 
@@ -57,7 +59,7 @@ class Arrival:
 class GroupCache(OffloadCache):
     """See the module. Reads are started and awaited by the engine's thread, and done by the kernel meanwhile."""
 
-    def __init__(self, program: Program, store: DiskStore, adapter: Adapter, layers: Sequence[Params]):
+    def __init__(self, program: Program, store: DiskStore, adapter: Adapter | None, layers: Sequence[Params]):
         super().__init__(program)
         plan, choice = self._plan, selection_of(self._plan)
         assert program.group is not None
@@ -69,11 +71,11 @@ class GroupCache(OffloadCache):
         wanted = jnp.dtype(choice.summary_dtype)
         columns = query_columns(plan.attention, program.geometry.heads * program.geometry.head_dim)
         self._queries = [query_weights(params, program.geometry, columns).astype(wanted) for params in layers]
-        self._adapters = [put(vectors) for vectors in adapter.slice(choice.rank).vectors]
+        self._adapters = [jax.tree.map(put, part) for part in directions(plan, adapter)]
         self._layout = slot_layout(plan)
         self._pools: list[Parts] = [tuple(zeros(shape, dtype) for shape in plan.pool_shapes) for _ in each]
         self._rolling = [self._empty_rolling() for _ in each]
-        summary = (b, plan.summary_places, choice.rank)
+        summary = (b, plan.summary_places, summary_width(choice, plan.kv_heads, plan.head_dim))
         self._summary = [zeros(summary, choice.summary_dtype) for _ in each]
         self._ids = [zeros((b, choice.selected_groups), "int32") for _ in each]
         self._no_ids = zeros((b, choice.selected_groups), "int32")

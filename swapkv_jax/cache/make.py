@@ -35,7 +35,7 @@ def make_cache(
     syscalls: Syscalls | None = None,
 ) -> Cache:
     """Allocates the plan's buffers. `store_dir`, `disk_limit` (bytes) and `syscalls` matter to tier `disk` and
-    policy `group`, the adapter to policy `group` alone, which must have one.
+    policy `group`, the adapter to those strategies of policy `group` that need one.
 
     Raises:
         TierError: a tier has no room.
@@ -50,7 +50,6 @@ def make_cache(
     try:
         if plan.policy == "layer":
             return DiskLayerCache(program, store)
-        assert adapter is not None
         return GroupCache(program, store, adapter, layers)
     except BaseException:
         store.close()
