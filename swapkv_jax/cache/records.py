@@ -26,6 +26,7 @@ class RecordTier:
     def __init__(self, plan: Plan, store: DiskStore):
         self.store = store
         self.files: list[SequenceFile] = []
+        self._names: Sequence[str] = ()  # of the last generation's rows
         self._plan = plan
         size = plan.layers * plan.batch * plan.stride_bytes
         self.rolling = aligned_buffer(size).reshape(plan.layers, plan.batch, plan.stride_bytes)
@@ -98,6 +99,7 @@ class RecordTier:
           TierError: a tier has no room.
         """
         p = self._plan
+        self._names = names
         for name, limit in zip(names, limits, strict=True):
             groups = limit // p.group_tokens
             file = self.store.create(
@@ -135,7 +137,7 @@ class RecordTier:
         notes = (self.store.support.note, pool.note if pool is not None else None)
         return CacheUse(
             dram_used=self.rolling.nbytes + (pool.used if pool is not None else 0),
-            disk_used=self.store.bytes_used,
+            disk_used=sum(map(self.store.size, self._names)),
             bytes_read=counts.bytes_read,
             bytes_written=counts.bytes_written,
             reads=counts.reads,
