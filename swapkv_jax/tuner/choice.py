@@ -1,0 +1,128 @@
+"""The choices that the tuner makes, and the plans they stand for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.plan import DType, Plan
+from swapkv_jax.planner import NO_LIMITS, Budgets, make_plan
+from swapkv_jax.selection import Lookahead, Selection
+
+SINK_TOKENS, RECENT_TOKENS = (
+    4,
+    32,
+)  # always attended: KVSwap attends neither and loses for it (docs of `Selection`)
+_SIZES = ("group_tokens", "selected_tokens", "kept", "rank")
+_LOADS = (8, 16, 32, 64, 96, 128, 256)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, order=True, forbid_unknown_fields=True):
+    """One point of the space: `group_tokens` G; `selected_tokens` M·G; `kept` C/M; `rank` r of the summary; when
+    groups are selected, and every how many steps."""
+
+    group_tokens: int
+    selected_tokens: int
+    kept: float
+    rank: int
+    lookahead: Lookahead = "layer"
+    refresh: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen, each field in rising order."""
+
+    group_tokens: tuple[int, ...] = (2, 4, 8, 16)
+    selected_tokens: tuple[int, ...] = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+    kept: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 3.0)
+    rank: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 96, 128)
+    lookahead: tuple[Lookahead, ...] = ("layer", "step")
+    refresh: tuple[int, ...] = (1, 2)
+
+    def limited(self, geometry: Geometry, max_context: int) -> Space:
+        """Without ranks beyond the keys' size, and without more tokens than there are."""
+        size = geometry.kv_heads * geometry.head_dim
+        tokens = tuple(n for n in self.selected_tokens if n < max_context) or self.selected_tokens[:1]
+        ranks = tuple(r for r in self.rank if r <= size) or (size,)
+        looks: tuple[Lookahead, ...] = self.lookahead if geometry.layers > 1 else ("layer",)
+        return replace(self, selected_tokens=tokens, rank=ranks, lookahead=looks)
+
+    def __iter__(self) -> Iterator[Choice]:
+        names = Choice.__struct_fields__
+        for values in itertools.product(*(getattr(self, name) for name in names)):
+            yield Choice(**dict(zip(names, values, strict=True)))
+
+    def neighbours(self, choice: Choice) -> list[Choice]:
+        """The points one step away in one field, or up in one size and down in another."""
+        steps = {name: self._next(choice, name) for name in Choice.__struct_fields__}
+        moves = [{name: value} for name, near in steps.items() for value in near if value is not None]
+        for (one, (down, _)), (other, (_, up)) in itertools.permutations(steps.items(), 2):
+            if one in _SIZES and other in _SIZES and down is not None and up is not None:
+                moves.append({one: down, other: up})
+        return [msgspec.structs.replace(choice, **move) for move in moves]
+
+    def _next(self, choice: Choice, name: str) -> tuple[Any, Any]:
+        """The values below and above a field's, None where there is none."""
+        values = getattr(self, name)
+        at = values.index(getattr(choice, name))
+        return values[at - 1] if at else None, values[at + 1] if at + 1 < len(values) else None
+
+
+def plan_of(
+    choice: Choice,
+    geometry: Geometry,
+    *,
+    batch: int,
+    max_context: int,
+    dtype: DType,
+    platform: str,
+    budgets: Budgets = NO_LIMITS,
+    **fields: Any,
+) -> Plan:
+    """The plan of policy `group` that a choice stands for.
+
+    With a DRAM budget as many rows as it holds are in DRAM too. `fields` are further fields of `Plan`.
+
+    Raises:
+      PlanError: sizes that cannot work, or that a budget does not hold.
+    """
+    g = choice.group_tokens
+    recent, sink = -(-RECENT_TOKENS // g), -(-SINK_TOKENS // g)
+    groups = -(-max_context // g)
+    selected = max(sink + recent + (choice.refresh > 1), min(groups, choice.selected_tokens // g))
+    slots = max(selected, min(groups, round(selected * choice.kept)))
+    largest = max(8, min(512, -(-batch * selected // 4)))
+    selection = Selection(
+        selected_groups=selected,
+        reuse_slots=slots,
+        rank=choice.rank,
+        sink_groups=sink,
+        recent_groups=recent,
+        lookahead=choice.lookahead,
+        refresh=() if choice.refresh == 1 else (choice.refresh,) * geometry.layers,
+        load_buckets=(*(n for n in _LOADS if n < largest), largest),
+    )
+    return make_plan(
+        geometry,
+        cache="group",
+        batch=batch,
+        max_context=max_context,
+        dtype=dtype,
+        group_tokens=g,
+        platform=platform,
+        budgets=budgets,
+        selection=selection,
+        **fields,
+    )
+
+
+def held_bytes(plan: Plan, geometry: Geometry) -> int:
+    """Bytes of memory that a plan takes beside the weights: on the device, in prefill too, and in DRAM."""
+    memory = plan.memory(geometry)
+    return memory.device + memory.aliased + memory.prefill + memory.dram
