@@ -112,6 +112,20 @@ def test_random_prefill_is_the_same_under_every_policy(run: Run) -> None:
         assert row["tpot_s"] > 0
 
 
+def test_a_storage_profile_slows_every_reader(run: Run) -> None:
+    flags = ("--policies", "layer", "--prefill", "random", "--tier", "disk")
+    code, _, _, report = run(*flags, "--storage-profile", "emmc-250MBps")
+    assert code == 0
+    assert report["storage_profile"] == "emmc-250MBps"
+    (row,) = report["rows"]
+    assert 0 < row["plain_reader_bytes_per_s"] < 250e6
+    # Each layer is read in one piece at least, 0.18 ms each, two at a time.
+    assert row["tpot_s"] > 2 * 0.18e-3 / 2
+    code, _, err, _ = run("--storage-profile", "floppy")
+    assert code == 2
+    assert "floppy" in err
+
+
 def test_prefill_once_is_shared_and_removed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
