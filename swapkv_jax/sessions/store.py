@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -190,9 +191,10 @@ class SessionStore:
 
     def close(self) -> None:
         """Closes every session; harmless when repeated."""
-        for session, _ in list(self._open.values()):
-            session.close()
-        self._disk.close()
+        with ExitStack() as stack:  # all of them, even where one raises
+            stack.callback(self._disk.close)
+            for session, _ in self._open.values():
+                stack.callback(session.close)
 
     # ---- inside --------------------------------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from swapkv_jax.errors import TierError, UsageError
-from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.tiers.direct_io import PAGE, IoCounters, IoCounts, Syscalls, probe_direct
 from swapkv_jax.tiers.eviction import SequenceOrder
 from swapkv_jax.tiers.header import HEADER_BYTES, Header, extent_bytes
 from swapkv_jax.tiers.past_sessions import FileCalls, PastSessions
 from swapkv_jax.tiers.record import record_stride
+from swapkv_jax.tiers.room import Room
 from swapkv_jax.tiers.sequence_file import SequenceFile
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
 
@@ -57,7 +57,6 @@ class DiskStore:
         Raises:
             UsageError: the directory cannot be made or written.
         """
-        self.limit_bytes = limit_bytes
         self.fingerprint = fingerprint
         self._unlinked = unlinked
         self._syscalls = syscalls or Syscalls()
@@ -65,13 +64,13 @@ class DiskStore:
         self._order = SequenceOrder()
         self._files: dict[str, SequenceFile] = {}
         self._directory = StoreDirectory(directory, self._syscalls)
-        calls = FileCalls(self.size, self._evictable, self._remove)
-        self.sessions = PastSessions(self._directory, calls, self._make_room)
+        files = FileCalls(self.size, self._evictable, self._remove)
+        self._room = Room(self._directory, limit_bytes, self._order, files, lambda: self.bytes_used)
         try:
             with self._directory.exclusive():
                 self.support = probe_direct(self._directory.path, self._syscalls)
                 self.reclaimed_bytes = self._directory.sweep()
-                self._note_past()
+                self._room.note_past()
         except BaseException:
             self._directory.close()
             raise
@@ -81,6 +80,20 @@ class DiskStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What everything in the directory may take; None for as much as the disk has."""
+        return self._room.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int | None) -> None:
+        self._room.limit_bytes = limit
+
+    @property
+    def sessions(self) -> PastSessions:
+        """The sessions in the directory. For use inside `exclusive`."""
+        return self._room.sessions
 
     @property
     def syscalls(self) -> Syscalls:
@@ -293,14 +306,16 @@ class DiskStore:
         """Close every sequence and delete the ephemeral ones; harmless when repeated."""
         if self._directory.closed:
             return
-        with self._directory.exclusive():
-            for file in list(self._files.values()):
-                if file.header.ephemeral:
-                    self._remove(file.sequence)
-                else:
-                    self._files.pop(file.sequence).close()
-            self.sessions.close()
-        self._directory.close()
+        try:
+            with self._directory.exclusive():
+                for file in list(self._files.values()):
+                    if file.header.ephemeral:
+                        self._remove(file.sequence)
+                    else:
+                        self._files.pop(file.sequence).close()
+                self.sessions.close()
+        finally:
+            self._directory.close()
 
     # ---- sessions ------------------------------------------------------------------------------------
 
@@ -316,7 +331,7 @@ class DiskStore:
             TierError: the limit leaves no room.
         """
         with self._directory.exclusive():
-            self._make_room(nbytes)
+            self._room.make(nbytes)
             yield
 
     def sync_directory(self) -> None:
@@ -342,78 +357,7 @@ class DiskStore:
             TierError: that is not enough; what could be evicted is.
         """
         with self._directory.exclusive():
-            self._compact()
-            self._note_past()
-            for sequence in self._order.past:
-                if self.bytes_used <= nbytes:
-                    break
-                if self._evictable(sequence):
-                    self._remove(sequence)
-            names = []
-            if (over := self.bytes_used - nbytes) > 0:
-                for session in self.sessions.victims(over)[0]:
-                    self.sessions.forget(session)
-                    names.append(session.name)
-                self._compact()
-            if (over := self.bytes_used - nbytes) > 0:
-                raise TierError(
-                    f"{self.directory} still takes {format_bytes(over)} more than {format_bytes(nbytes)}: the rest "
-                    f"is in use or not the store's; close its sessions, or allow more"
-                )
-            return names
-
-    # ---- room ----------------------------------------------------------------------------------------
-
-    def _missing(self, nbytes: int) -> int:
-        """Bytes that the limit lacks for `nbytes` more."""
-        assert self.limit_bytes is not None
-        return self.bytes_used + self.sessions.bytes_to_keep_free + nbytes - self.limit_bytes
-
-    def _make_room(self, nbytes: int, keep: str | None = None) -> None:
-        """Evict past sequences, then past sessions, until `nbytes` more fit the limit; evict none where that is
-        not enough."""
-        if self.limit_bytes is None:
-            return
-        missing = self._missing(nbytes)
-        if missing > 0 and self.sessions.exist:
-            self._compact()
-            missing = self._missing(nbytes)
-        if missing <= 0:
-            return
-        self._note_past()
-        freed: dict[str, int] = {}
-
-        def suffices(sequence: str) -> bool:
-            if self._evictable(sequence):
-                freed[sequence] = self._directory.size(sequence)
-            return sum(freed.values()) >= missing
-
-        sessions = []
-        if self._order.victims(suffices, keep={keep} if keep else ()) is None:
-            short = missing - sum(freed.values())
-            if self.sessions.exist:
-                sessions, gained = self.sessions.victims(short)
-                short -= gained
-            if short > 0:
-                past = f"{len(freed)} past sequences" + (
-                    f" and {len(sessions)} past sessions" if sessions else ""
-                )
-                raise TierError(
-                    f"the disk store in {self.directory} is full: needs {format_bytes(nbytes)}, limit "
-                    f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its {past}; "
-                    f"raise --disk-space or lower --max-context"
-                )
-        for sequence in freed:
-            self._remove(sequence)
-        for session in sessions:
-            self.sessions.forget(session)
-
-    def _compact(self) -> None:
-        """Make the catalogue as small as it gets without going over the limit meanwhile."""
-        catalog = self.sessions.catalog()
-        catalog.checkpoint()
-        if catalog.free_bytes and (self.limit_bytes is None or self._missing(catalog.compacting_bytes) <= 0):
-            catalog.compact()
+            return self._room.shrink(nbytes)
 
     def _evictable(self, sequence: str) -> bool:
         return sequence in self._files or sequence not in self or self._directory.idle(sequence)
@@ -424,20 +368,11 @@ class DiskStore:
         self._directory.file(sequence).unlink(missing_ok=True)
         self._order.discard(sequence)
 
-    def _note_past(self) -> None:
-        """Bring the order up to date with what other processes finished or deleted."""
-        stored = self._directory.sequences()
-        for sequence in set(self._order.past).difference(stored):
-            self._order.discard(sequence)
-        for sequence in stored:
-            if sequence not in self._order:
-                self._order.finish(sequence)
-
     def _attach(self, path: Path, header: Header, descriptor: int) -> SequenceFile:
         @contextmanager
         def room(nbytes: int) -> Iterator[None]:
             with self._directory.exclusive():
-                self._make_room(_with_metadata(nbytes), keep=header.sequence)
+                self._room.make(_with_metadata(nbytes), keep=header.sequence)
                 yield
 
         try:
