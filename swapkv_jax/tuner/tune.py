@@ -207,7 +207,7 @@ class Tuner:
         for batch in ends:
             for context, r in ((1, min(16, rank)), (1, rank), (2, min(16, rank)), (4, rank)):
                 choice = msgspec.structs.replace(middle, rank=r)
-                plan = self.plan(choice, batch=batch, max_context=max(512, self.goal.max_context // context))
+                plan = self.plan(choice, batch=batch, max_context=self.goal.max_context // context)
                 samples.append(("predict", plan, 0))
         for g in (4, 16):
             choice = msgspec.structs.replace(middle, group_tokens=g, selected_tokens=1024)
