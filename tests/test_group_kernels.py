@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import jax
@@ -27,6 +27,7 @@ from swapkv_jax.attention_choice import Attention, check_capability, default_att
 from swapkv_jax.models.blocks import split_block
 from swapkv_jax.program import decode_specs
 from swapkv_jax.selection import Selection
+from swapkv_jax.slot_layouts import slot_layout
 
 INTERPRETED: dict[Attention, Any] = {
     "mosaic_tpu": tpu_interpreter(detect_races=True),
@@ -176,6 +177,25 @@ def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObjec
     most = slots if attended == "kept" else selected
     used = draw(st.lists(st.integers(0, most), min_size=3, max_size=3))
     compare_segments(attention, size, draw(st.integers(0, 999)), used)
+
+
+@pytest.mark.parametrize("attention", get_args(Attention))
+def test_a_rolling_buffer_keeps_what_was_packed_and_appended(attention: Attention) -> None:
+    plan, _ = plan_of(attention, sizes())
+    layout = slot_layout(plan)
+    rng = np.random.default_rng(0)
+    shape = (plan.batch, plan.kv_heads, plan.group_tokens, plan.head_dim)
+    k, v = rng.standard_normal((2, *shape)).astype(np.float32)
+    packed = layout.pack(k, v)
+    assert tuple(part.shape for part in packed) == plan.rolling_shapes
+    new_k, new_v = rng.standard_normal((2, *shape[:2], shape[3])).astype(np.float32)
+    newest = np.array([0, 3, 2], np.int32)
+    after = jax.jit(layout.append)(packed, new_k, new_v, newest)
+    np.testing.assert_array_equal(jax.jit(layout.keys)(packed), k)
+    for row, at in enumerate(newest):
+        k[row, :, at], v[row, :, at] = new_k[row], new_v[row]
+    for ours, expected in zip(layout.unpack(tuple(map(np.asarray, after))), (k, v), strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 def random_adapter(plan: Plan) -> Adapter:
