@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from swapkv_jax.errors import ModelError, UsageError
+from swapkv_jax.selection import StrategyName
 from swapkv_jax.store_paths import cache_home
 
 _RECORD = "adapter.json"
@@ -44,6 +45,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     text_digest: str
     tokens: int
     place_tokens: int = 1
+    strategy: StrategyName = "kvswap"
     arrays: str
     checksum: str
 
@@ -58,6 +60,8 @@ class Adapter:
       fingerprint: of the model whose keys these are.
       text_digest: of the calibration text, see `digest_text`. tokens: how many of its tokens were used.
       place_tokens: the keys were means over so many adjacent tokens (1: the tokens' own).
+      strategy: whose directions these are. All but kvswap's are each KV head's own: D of them, head below head in
+        `vectors`, the spectrum [L, D] what they are ordered by, added up over heads.
     """
 
     vectors: np.ndarray
@@ -66,10 +70,14 @@ class Adapter:
     text_digest: str
     tokens: int
     place_tokens: int = 1
+    strategy: StrategyName = "kvswap"
 
     def __post_init__(self) -> None:
         layers, size = self.spectrum.shape
-        assert self.vectors.shape[:2] == (layers, size), "vectors and spectrum of different shapes"
+        assert len(self.vectors) == layers, "vectors and spectrum of different shapes"
+        assert self.vectors.shape[1] == size or self.strategy != "kvswap", (
+            "vectors and spectrum of different shapes"
+        )
         assert 1 <= self.rank <= size, "more vectors than dimensions"
         assert self.vectors.dtype == np.float32
         assert self.spectrum.dtype == np.float64
@@ -129,6 +137,7 @@ class Adapter:
                 text_digest=self.text_digest,
                 tokens=self.tokens,
                 place_tokens=self.place_tokens,
+                strategy=self.strategy,
                 arrays=name,
                 checksum=_checksum(directory / name),
             )
@@ -193,12 +202,14 @@ class Adapter:
             text_digest=record.text_digest,
             tokens=record.tokens,
             place_tokens=record.place_tokens,
+            strategy=record.strategy,
         )
 
 
-def adapter_directory(fingerprint: str, place_tokens: int) -> Path:
+def adapter_directory(fingerprint: str, place_tokens: int, strategy: StrategyName = "kvswap") -> Path:
     """Where the adapter of a model, for means over so many tokens' keys, is kept when no place is named."""
-    return cache_home() / "swapkv_jax" / "adapters" / fingerprint / f"means-of-{place_tokens}"
+    name = f"means-of-{place_tokens}" if strategy == "kvswap" else strategy
+    return cache_home() / "swapkv_jax" / "adapters" / fingerprint / name
 
 
 def digest_text(text: str) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from swapkv_jax.plan import DType
 from swapkv_jax.planner import make_plan
 from swapkv_jax.program import compile_program
 from swapkv_jax.sampling import Sampling
+from swapkv_jax.selection import StrategyName
 from swapkv_jax.staging import read_only_view, zeros
 
 # Windows as long as the contexts to come: RoPE turns keys where short windows never look (SmolLM2, 7,680
@@ -91,7 +93,7 @@ def calibrate_all(
                 f"windows of {window} tokens cannot be cut into places of {place_tokens}; use at least 1 of each, "
                 "and windows no shorter than places"
             )
-    ids = _encode(model, text, tokens)
+    ids = encode(model, text, tokens)
     window = min(window, max(1, len(ids)), geometry.context_limit)
     windows = [ids[i : i + window] for i in range(0, len(ids), window)]
     for place_tokens in places:
@@ -126,6 +128,8 @@ def ensure_adapter(
     model: Model,
     *,
     place_tokens: int = 1,
+    strategy: StrategyName = "kvswap",
+    make: Callable[..., Adapter] | None = None,
     directory: Path | None = None,
     text: str | None = None,
     progress: Progress | None = None,
@@ -136,6 +140,8 @@ def ensure_adapter(
 
     Args:
       place_tokens: tokens whose mean keys it is for, see `calibrate`.
+      strategy: whose directions it must hold. make: what calibrates them, called as make(model, text, progress=…)
+        (default: `calibrate`, which is kvswap's).
       directory: where it is kept (default: by fingerprint in the user's cache).
       text: what it must have been calibrated on; None takes a saved one of any text, and `default_text()`
         where none is saved.
@@ -144,22 +150,18 @@ def ensure_adapter(
       ModelError: the place cannot be used, or holds a damaged adapter or another model's. (In the user's
         cache such an adapter is replaced.)
     """
-    default = adapter_directory(model.fingerprint, place_tokens)
+    default = adapter_directory(model.fingerprint, place_tokens, strategy)
+    make = partial(calibrate, place_tokens=place_tokens) if make is None else make
     place = default if directory is None else Path(directory)
     digest = None if text is None else digest_text(text)
-    wanted = (model.fingerprint, place_tokens, digest)
+    wanted = (model.fingerprint, place_tokens, digest, strategy)
     adapter, why = _saved(place, *wanted, replaceable=directory is None)
     if adapter is None:
         with _calibrating(place):
             # Another process may have made it while this one waited.
             adapter, why = _saved(place, *wanted, replaceable=directory is None)
             if adapter is None:
-                adapter = calibrate(
-                    model,
-                    default_text() if text is None else text,
-                    place_tokens=place_tokens,
-                    progress=progress,
-                )
+                adapter = make(model, default_text() if text is None else text, progress=progress)
                 adapter.save(place)
                 what = "the default text" if text is None else "the given text"
                 return (
@@ -203,7 +205,8 @@ def default_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _encode(model: Model, text: str, tokens: int) -> list[int]:
+def encode(model: Model, text: str, tokens: int) -> list[int]:
+    """The first `tokens` tokens of the text, or all there are. UsageError: `tokens` is not positive."""
     if tokens < 1:
         raise UsageError(f"tokens must be at least 1, not {tokens}")
     ids: list[int] = []
@@ -260,13 +263,23 @@ def _gram_matrices(
 def _decompose(gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Eigenvalues [N], largest first, and the first `rank` eigenvectors [N, rank], of settled sign."""
     values, vectors = np.linalg.eigh(gram)
-    values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1][:, :rank]
-    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0)
-    return values, (vectors * np.sign(largest)).astype(np.float32)
+    return np.maximum(values[::-1], 0.0), settled(vectors[:, ::-1][:, :rank])
+
+
+def settled(vectors: np.ndarray) -> np.ndarray:
+    """Directions [.., N, r] float32, turned so that the largest number of each is positive."""
+    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=-2, keepdims=True), axis=-2)
+    return (vectors * np.sign(largest)).astype(np.float32)
 
 
 def _saved(
-    place: Path, fingerprint: str, place_tokens: int, text_digest: str | None, *, replaceable: bool
+    place: Path,
+    fingerprint: str,
+    place_tokens: int,
+    text_digest: str | None,
+    strategy: StrategyName = "kvswap",
+    *,
+    replaceable: bool,
 ) -> tuple[Adapter | None, str]:
     """The adapter in `place` if it will do, else None and why not."""
     try:
@@ -277,6 +290,8 @@ def _saved(
         if not replaceable:
             raise
         return None, f"the saved one was of no use: {error}"
+    if adapter.strategy != strategy:
+        return None, f"the saved one was for strategy {adapter.strategy}"
     if adapter.place_tokens != place_tokens:
         return None, f"the saved one was for means of {adapter.place_tokens} tokens"
     if text_digest not in (None, adapter.text_digest):

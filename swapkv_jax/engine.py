@@ -73,7 +73,6 @@ class Engine:
         self.program = compile_program(plan, model.geometry, sampling)
         if plan.policy == "group" and adapter is None:
             adapter, _ = plan_adapter(model, plan)
-        self.adapter = adapter
         self._cache = make_cache(
             self.program,
             fingerprint=model.fingerprint,

@@ -14,7 +14,7 @@ Replacement = Literal["fifo", "lru"]
 Summary = Literal["token", "group"]
 SummaryDType = Literal["float32", "bfloat16", "float16"]
 Attended = Literal["selected", "kept"]
-StrategyName = Literal["kvswap", "quest"]
+StrategyName = Literal["kvswap", "quest", "loki", "infinigen"]
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
       selected_groups: M, groups attended per layer, row and step.
       reuse_slots: C, groups that a layer keeps on the device per row.
-      rank: r of the low-rank K summary; σ = Hkv·D/r.
+      rank: r of the low-rank K summary; σ = Hkv·D/r. (Of each KV head's under loki and infinigen.)
       sink_groups, recent_groups: the first and last complete groups, always among the selected.
       summary: what the summary keeps low-rank keys of: every token (the paper), or the mean of each group's
         keys, which takes G times less memory. The adapter must be calibrated for the same.

@@ -143,6 +143,8 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
         choice = msgspec.structs.replace(plan.selection, replacement="lru", attended="kept", refresh=())
         if plan.group_tokens == 1 and choice.strategy_name == "kvswap":  # a token and the mean of one
             choice = msgspec.structs.replace(choice, summary="group")
+        if choice.strategy_name == "infinigen":  # directions are arguments
+            choice = msgspec.structs.replace(choice, strategy="loki")
         group = {"tier": "disk", "dram_rows": None, "selection": choice}
     alike = msgspec.structs.replace(plan, io_threads=1, **slots, **group)
     return replace(_compiled(alike, geometry, sampling), plan=plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from swapkv_jax.adapter import Adapter
@@ -10,6 +11,7 @@ from swapkv_jax.errors import UsageError
 from swapkv_jax.models import Model
 from swapkv_jax.models.weights import Progress
 from swapkv_jax.plan import Plan
+from swapkv_jax.strategies.calibrate import calibrate_heads
 from swapkv_jax.strategies.sizes import has_adapter
 
 
@@ -26,14 +28,16 @@ def plan_adapter(
     assert choice is not None
     if not has_adapter(choice):
         return None, None
-    return ensure_adapter(model, place_tokens=plan.place_tokens, progress=progress)
+    name = choice.strategy_name
+    make = None if name == "kvswap" else partial(calibrate_heads, strategy=name)
+    return ensure_adapter(model, place_tokens=plan.place_tokens, strategy=name, make=make, progress=progress)
 
 
 def directions(plan: Plan, adapter: Adapter | None) -> list[Any]:
     """Each layer's directions as the strategy's graphs take them: float32 [Hkv·D, rank], or () where it has none.
 
     Raises:
-      UsageError: the strategy needs an adapter and there is none, or it has too few directions.
+      UsageError: the strategy needs an adapter and there is none, or it is another's, or has too few directions.
     """
     choice = plan.selection
     assert choice is not None
@@ -42,5 +46,10 @@ def directions(plan: Plan, adapter: Adapter | None) -> list[Any]:
     if adapter is None:
         raise UsageError(
             f"strategy {choice.strategy_name} needs an adapter; make one with tools/calibrate.py"
+        )
+    if adapter.strategy != choice.strategy_name:
+        raise UsageError(
+            f"the adapter is one of strategy {adapter.strategy}, the plan's is {choice.strategy_name}; leave the "
+            "adapter out to have the right one made"
         )
     return list(adapter.slice(choice.rank).vectors)

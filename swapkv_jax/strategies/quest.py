@@ -24,12 +24,13 @@ from jaxtyping import Array, Float, Int
 
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import head_scores
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Aggregate, Selection
 
 
 class Quest:
     def __init__(self, plan: Plan, choice: Selection):
-        self._tokens, self._aggregate = plan.group_tokens, choice.aggregate
+        self._tokens = plan.group_tokens
+        self._aggregate: Aggregate = choice.aggregate
 
     def summarise(self, k: Float[Array, "1 Hkv D S"], adapter: Any) -> Float[Array, "1 P w"]:
         del adapter
