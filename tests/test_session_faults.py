@@ -217,7 +217,8 @@ def calls(directory: Path) -> Counter[str]:
 
 def places(total: int, most: int) -> list[int]:
     """At most so many of the calls, evenly spread."""
-    return sorted({round(i * (total - 1) / max(1, most - 1)) for i in range(min(total, most))})
+    n = min(total, most)
+    return sorted({round(i * (total - 1) / max(1, n - 1)) for i in range(n)})
 
 
 @pytest.mark.parametrize(("kind", "what", "times", "fault"), FAULTS, ids=[f"{f[0]}-{f[1]}" for f in FAULTS])
