@@ -91,7 +91,10 @@ class MadeUp:
         return self._time(choice, self.misses(choice))
 
     def guess(self, choice: Choice, like: Choice) -> float:
-        return self._time(choice, self.misses(like) * like.group_tokens / choice.group_tokens)
+        def expected(c: Choice) -> float:
+            return c.selected_tokens / c.group_tokens / c.kept / c.refresh
+
+        return self._time(choice, self.misses(like) * expected(choice) / expected(like))
 
     def _time(self, choice: Choice, misses: float) -> float:
         steps = [[misses] * self.geometry.layers]

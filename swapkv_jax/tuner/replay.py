@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.attention import attend_seen
 from swapkv_jax.group_graphs import selection_of
-from swapkv_jax.models import Model
-from swapkv_jax.models.blocks import query_weights, rms_norm, split_block
+from swapkv_jax.models import DTYPES, Model
+from swapkv_jax.models.blocks import BlockFunctions, query_weights, rms_norm, split_block
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import group_means, group_scores, low_rank_query, select, summarise
 from swapkv_jax.prefilled import Prefilled
@@ -72,22 +72,26 @@ class Replay:
           prompts: of one length; `prefilled` is theirs. following: what each row decodes, token by token.
         """
         prefilled.check(model, prompts)
-        self._model, self._geometry = model, model.geometry
+        self._model, self.geometry = model, model.geometry
         self._tokens = np.asarray(following, np.int32)
         self.rows, self.steps = self._tokens.shape
         self.context = len(prompts[0])
         self._params = jax.tree.map(jax.device_put, model.params)
-        self._layers = self._params["layers"]
-        self._block = split_block(self._geometry, model.dtype)
-        self._cache = [self._load(prefilled, layer) for layer in range(self._geometry.layers)]
+        self.layers = self._params["layers"]
+        self.block = split_block(self.geometry, model.dtype)
+        self.cache = [self._load(prefilled, layer) for layer in range(self.geometry.layers)]
         self._segment = jax.jit(self._segment_function())
         self._head = jax.jit(self._head_function())
         self._reference = self._attend_all()
 
+    @property
+    def capacity(self) -> int:
+        return self.context + self.steps
+
     def _load(self, prefilled: Prefilled, layer: int) -> tuple[jax.Array, jax.Array]:
-        g, capacity = self._geometry, self.context + self.steps
-        k = np.zeros((self.rows, g.kv_heads, g.head_dim, capacity), self._model.dtype)
-        v = np.zeros((self.rows, g.kv_heads, capacity, g.head_dim), self._model.dtype)
+        g, dtype = self.geometry, DTYPES[self._model.dtype]
+        k = np.zeros((self.rows, g.kv_heads, g.head_dim, self.capacity), dtype)
+        v = np.zeros((self.rows, g.kv_heads, self.capacity, g.head_dim), dtype)
         for row in range(self.rows):
             k[row, ..., : self.context], v[row, :, : self.context] = prefilled.kv(row, layer)
         return put(k), put(v)
@@ -95,7 +99,7 @@ class Replay:
     # ---- graphs ------------------------------------------------------------------------------------------
 
     def _segment_function(self) -> Any:
-        block = self._block
+        block = self.block
 
         def segment(params, x, k, v, seen, lengths):
             q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
@@ -104,7 +108,7 @@ class Replay:
         return segment
 
     def _head_function(self) -> Any:
-        geometry = self._geometry
+        geometry = self.geometry
 
         def head(params, x):
             table = params["embed"] if geometry.tied else params["head"]
@@ -113,17 +117,6 @@ class Replay:
 
         return head
 
-    def _select_function(self, choice: Selection) -> Any:
-        block = self._block
-
-        def chosen(params, queries, adapter, x, summary, lengths, complete):
-            q = block.queries(params, queries, x, lengths, lengths + 1)
-            query = low_rank_query(q, adapter, choice.aggregate)
-            scores = group_scores(query, summary, complete, 1, choice.aggregate)
-            return select(scores, complete, choice.selected_groups, choice.sink_groups, choice.recent_groups)
-
-        return chosen
-
     # ---- decoding ----------------------------------------------------------------------------------------
 
     def _attend_all(self) -> np.ndarray:
@@ -131,18 +124,12 @@ class Replay:
         logits = []
         for step in range(self.steps):
             length = self.context + step
-            seen = np.broadcast_to(
-                np.arange(length - step + self.steps) < length, (self.rows, self._capacity)
-            )
+            seen = np.broadcast_to(np.arange(self.capacity) < length, (self.rows, self.capacity))
             x = self._embed(step)
-            for layer in range(len(self._layers)):
+            for layer in range(len(self.layers)):
                 x = self._layer(layer, x, seen, length)
             logits.append(fetch(self._head(self._params, x)))
         return np.stack(logits)
-
-    @property
-    def _capacity(self) -> int:
-        return self.context + self.steps
 
     def _embed(self, step: int) -> jax.Array:
         return self._params["embed"][self._tokens[:, step]]
@@ -150,99 +137,137 @@ class Replay:
     def _layer(self, layer: int, x: jax.Array, seen: np.ndarray, length: int) -> jax.Array:
         """One layer's step over the `seen` tokens [B, S]; its new key and value join the cache."""
         lengths = np.full(self.rows, length, np.int32)
-        x, k_new, v_new = self._segment(self._layers[layer], x, *self._cache[layer], seen, lengths)
-        self._cache[layer] = _append(*self._cache[layer], k_new, v_new, np.int32(length))
+        x, k_new, v_new = self._segment(self.layers[layer], x, *self.cache[layer], seen, lengths)
+        self.cache[layer] = _append(*self.cache[layer], k_new, v_new, np.int32(length))
         return x
 
     def run(self, plan: Plan, adapter: Adapter) -> Replayed:
         """Decodes as policy `group` would under `plan`, whose summary is of group means; batch and context are the
         calibration's. `adapter` is for means of `plan.group_tokens` tokens."""
-        choice, g, count = selection_of(plan), plan.group_tokens, len(self._layers)
-        assert choice.summary == "group", "the replay has no summary of tokens"
-        vectors = [put(part) for part in adapter.slice(choice.rank).vectors]
-        dtype = jnp.dtype(choice.summary_dtype)
-        columns = self._geometry.heads * self._geometry.head_dim
-        queries = [query_weights(p, self._geometry, columns).astype(dtype) for p in self._layers]
-        summaries = [
-            _summary(k, a, group_tokens=g, dtype=choice.summary_dtype)
-            for (k, _), a in zip(self._cache, vectors, strict=True)
-        ]
-        chosen = jax.jit(self._select_function(choice))
-        groups = self._capacity // g
-        table = SlotTable(count, self.rows, choice.reuse_slots, groups, choice.replacement)
-        refresh = choice.refresh or (1,) * count
-        wanted = np.full((count, self.rows, choice.selected_groups), -1, np.int32)
+        state = _GroupState(self, plan, adapter)
         kl, top1, misses = [], [], []
-
-        def select_for(layer: int, x: jax.Array, length: int, complete: int) -> jax.Array:
-            return chosen(
-                self._layers[layer],
-                queries[layer],
-                vectors[layer],
-                x,
-                summaries[layer],
-                np.full(self.rows, length, np.int32),
-                np.full(self.rows, complete, np.int32),
-            )
-
         for step in range(self.steps):
             length, missed = self.context + step, []
-            complete, newest = length // g, length // g - 1 if step and length % g == 0 else -1
             x = before = self._embed(step)
-            for layer in range(count):
-                if step == 0 or (step + layer) % refresh[layer] == 0:
-                    if choice.lookahead == "layer" or step == 0:
-                        # The layer before's input selects; the first layer has its own only. (An engine's first
-                        # step under `step` lookahead selects by each layer's own input.)
-                        source = before if choice.lookahead == "layer" else x
-                        wanted[layer] = fetch(select_for(layer, source, length, complete))
-                elif newest >= 0:
-                    wanted[layer] = np.column_stack([np.full(self.rows, newest), wanted[layer][:, :-1]])
-                request = table.request(layer, wanted[layer])
-                table.publish(request)
-                missed.append(request.misses)
-                before, mine = x, x
-                x = self._layer(layer, x, self._seen(table, layer, wanted[layer], choice, g, length), length)
-                if (length + 1) % g == 0:
-                    summaries[layer] = _complete(
-                        summaries[layer],
-                        vectors[layer],
-                        self._cache[layer][0],
-                        np.int32(length // g),
-                        group_tokens=g,
-                        dtype=choice.summary_dtype,
-                    )
-                if choice.lookahead == "step" and (step + 1 + layer) % refresh[layer] == 0:
-                    wanted[layer] = fetch(select_for(layer, mine, length, (length + 1) // g))
+            for layer in range(len(self.layers)):
+                state.want(step, layer, before if state.choice.lookahead == "layer" else x)
+                missed.append(state.request(layer))
+                before = x
+                x = self._layer(layer, x, state.seen(layer, length), length)
+                state.appended(step, layer, before)
             logits = fetch(self._head(self._params, x))
             kl.append(divergence(self._reference[step], logits))
             top1.append(self._reference[step].argmax(-1) == logits.argmax(-1))
             misses.append(tuple(missed))
-        selected = min(choice.selected_groups, self.context // g) * self.rows * count
+        selected = min(state.choice.selected_groups, self.context // plan.group_tokens)
         return Replayed(
             kl=float(np.mean(kl)),
             top1=float(np.mean(top1)),
             rows=self.rows,
             misses=tuple(misses[min(COLD, len(misses) - 1) :]),
-            selected=float(selected),
+            selected=float(selected * self.rows * len(self.layers)),
         )
 
-    def _seen(
-        self, table: SlotTable, layer: int, wanted: np.ndarray, choice: Selection, g: int, length: int
-    ) -> np.ndarray:
+
+class _GroupState:
+    """What policy `group` keeps beside keys and values: summaries, selections and the slot table of all layers."""
+
+    def __init__(self, replay: Replay, plan: Plan, adapter: Adapter):
+        self.choice, self._g, self._replay = selection_of(plan), plan.group_tokens, replay
+        assert self.choice.summary == "group", "the replay has no summary of tokens"
+        layers, rows = replay.layers, replay.rows
+        self._adapters = [put(part) for part in adapter.slice(self.choice.rank).vectors]
+        geometry, dtype = replay.geometry, jnp.dtype(self.choice.summary_dtype)
+        columns = geometry.heads * geometry.head_dim
+        self._queries = [query_weights(params, geometry, columns).astype(dtype) for params in layers]
+        self._summaries = [
+            _summary(k, vectors, group_tokens=self._g, dtype=self.choice.summary_dtype)
+            for (k, _), vectors in zip(replay.cache, self._adapters, strict=True)
+        ]
+        self._select = jax.jit(_select_function(replay.block, self.choice))
+        self._groups = replay.capacity // self._g
+        self._table = SlotTable(
+            len(layers), rows, self.choice.reuse_slots, self._groups, self.choice.replacement
+        )
+        self._refresh = self.choice.refresh or (1,) * len(layers)
+        self._wanted = np.full((len(layers), rows, self.choice.selected_groups), -1, np.int32)
+
+    def _selected(self, layer: int, x: jax.Array, length: int, complete: int) -> np.ndarray:
+        replay = self._replay
+        lengths, groups = (np.full(replay.rows, n, np.int32) for n in (length, complete))
+        ids = self._select(
+            replay.layers[layer],
+            self._queries[layer],
+            self._adapters[layer],
+            x,
+            self._summaries[layer],
+            lengths,
+            groups,
+        )
+        return fetch(ids)
+
+    def _due(self, layer: int, step: int) -> bool:
+        return step == 0 or (step + layer) % self._refresh[layer] == 0
+
+    def want(self, step: int, layer: int, x: jax.Array) -> None:
+        """Settles which groups the layer wants in `step`, by the input `x` of the layer before. (Under `step`
+        lookahead that has been done, but in the first step, where the layer's own input selects.)"""
+        length = self._replay.context + step
+        complete = length // self._g
+        if self._due(layer, step):
+            if step == 0 or self.choice.lookahead == "layer":
+                self._wanted[layer] = self._selected(layer, x, length, complete)
+        elif length % self._g == 0:  # a group was completed since the last selection
+            newest = np.full(self._replay.rows, complete - 1)
+            self._wanted[layer] = np.column_stack([newest, self._wanted[layer][:, :-1]])
+
+    def request(self, layer: int) -> int:
+        """Gives slots to what the layer wants; how many groups would have been read."""
+        request = self._table.request(layer, self._wanted[layer])
+        self._table.publish(request)
+        return request.misses
+
+    def seen(self, layer: int, length: int) -> np.ndarray:
         """Which tokens [B, S] a step of the layer attends: those of groups in slots, and the rolling buffer's."""
-        complete = length // g
-        if choice.attended == "kept":
-            every = np.broadcast_to(np.arange(self._capacity // g), (self.rows, self._capacity // g))
-            attended = table.lookup(layer, every) >= 0
+        rows, g, complete = self._replay.rows, self._g, length // self._g
+        if self.choice.attended == "kept":
+            every = np.broadcast_to(np.arange(self._groups), (rows, self._groups))
+            attended = self._table.lookup(layer, every) >= 0
         else:
-            attended = np.zeros((self.rows, self._capacity // g + 1), np.bool_)
-            np.put_along_axis(attended, wanted, True, axis=1)  # -1 is the last column, which is cut off
-            attended = attended[:, :-1]
-        seen = np.zeros((self.rows, self._capacity), np.bool_)
+            attended = np.zeros((rows, self._groups + 1), np.bool_)
+            np.put_along_axis(
+                attended, self._wanted[layer], True, axis=1
+            )  # -1 is the last column, cut off here
+        seen = np.zeros((rows, self._replay.capacity), np.bool_)
         seen[:, : complete * g] = np.repeat(attended[:, :complete], g, axis=1)
         seen[:, complete * g : length] = True
         return seen
+
+    def appended(self, step: int, layer: int, x: jax.Array) -> None:
+        """The layer's new keys are in the cache: a group that they complete joins the summary, and under `step`
+        lookahead the layer's input `x` selects for the next step."""
+        length = self._replay.context + step
+        if (length + 1) % self._g == 0:
+            self._summaries[layer] = _complete(
+                self._summaries[layer],
+                self._adapters[layer],
+                self._replay.cache[layer][0],
+                np.int32(length // self._g),
+                group_tokens=self._g,
+                dtype=self.choice.summary_dtype,
+            )
+        if self.choice.lookahead == "step" and self._due(layer, step + 1):
+            self._wanted[layer] = self._selected(layer, x, length, (length + 1) // self._g)
+
+
+def _select_function(block: BlockFunctions, choice: Selection) -> Any:
+    def chosen(params, queries, adapter, x, summary, lengths, complete):
+        q = block.queries(params, queries, x, lengths, lengths + 1)
+        query = low_rank_query(q, adapter, choice.aggregate)
+        scores = group_scores(query, summary, complete, 1, choice.aggregate)
+        return select(scores, complete, choice.selected_groups, choice.sink_groups, choice.recent_groups)
+
+    return chosen
 
 
 @partial(jax.jit, donate_argnums=(0, 1))

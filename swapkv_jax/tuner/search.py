@@ -25,7 +25,7 @@ class Oracle(Protocol):
         ...
 
     def guess(self, choice: Choice, like: Choice) -> float:
-        """Seconds per step if it read as `like` does, which has been measured."""
+        """Seconds per step as far as can be told from `like`, which has been measured."""
         ...
 
     def loss(self, choice: Choice) -> float: ...
@@ -117,17 +117,15 @@ def _starts(space: Space, group_tokens: int, fits: Fits) -> list[Choice]:
 def _descend(
     start: Choice, space: Space, fits: Fits, measure: Measure, oracle: Oracle, bound: float
 ) -> Choice:
+    """The end of a walk: no neighbour that seemed faster is, or keeps the bound."""
     while True:
         here = measure(start)[1]
-        near = [choice for choice in space.neighbours(start) if fits(choice)]
-        guesses = {choice: oracle.guess(choice, start) for choice in near}
-        for choice in sorted(near, key=lambda choice: (guesses[choice], choice)):
-            # Fewer reads than expected may still save what the guess does not see, but not half the time.
-            if guesses[choice] > 1.05 * here:
-                continue
-            loss, seconds = measure(choice)
+        guesses = {near: oracle.guess(near, start) for near in space.neighbours(start) if fits(near)}
+        promising = sorted((guess, near) for near, guess in guesses.items() if guess < here)
+        for _, near in promising:
+            loss, seconds = measure(near)
             if loss <= bound and seconds < _WORTH * here:
-                start = choice
+                start = near
                 break
         else:
             return start

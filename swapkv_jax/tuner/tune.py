@@ -137,8 +137,9 @@ class Tuner:
         return self.step(choice).total
 
     def guess(self, choice: Choice, like: Choice) -> float:
-        """`seconds`, if a step read as many tokens as `like` does."""
-        known, scale = self.replayed(like), like.group_tokens / choice.group_tokens
+        """`seconds`, if misses were in proportion to groups selected, and fewer the more slots and the rarer."""
+        known = self.replayed(like)
+        scale = _expected_misses(choice) / _expected_misses(like)
         misses = [[n * scale for n in step] for step in known.misses]
         return self._time(self.plan(choice), misses, known.rows).total
 
@@ -267,6 +268,11 @@ class Tuner:
     @property
     def _key_size(self) -> int:
         return self.model.geometry.kv_heads * self.model.geometry.head_dim
+
+
+def _expected_misses(choice: Choice) -> float:
+    """Up to a factor that depends on the model and the text."""
+    return choice.selected_tokens / choice.group_tokens / choice.kept / choice.refresh
 
 
 def tune(tuner: Tuner, space: Space, told: Told | None = None) -> Found:
