@@ -465,7 +465,9 @@ def test_a_real_compiler(real: Callable[..., Outcome], target: str) -> None:
         assert row["planned"] <= row["compiled"] <= 1.02 * row["planned"]
         segment = next(graph for graph in row["graphs"] if graph["name"] == "segment")
         assert bool(segment["kernels"]) == (kernel != "xla")
-        assert segment["host"] == 0
+        assert (segment["host"] > 0) == (target == "v5e" and row["plan"] == "layer/dram"), (
+            "only a TPU's graph reads it"
+        )
         if target == "h100":
             assert segment["command_buffers"] == 1
             assert segment["launches"] >= 5
