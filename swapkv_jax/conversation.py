@@ -15,7 +15,7 @@ from swapkv_jax.models import Model
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.session_rows import identity_of
 from swapkv_jax.sessions import Session, SessionStore
-from swapkv_jax.sessions.aes_gcm import AesGcm
+from swapkv_jax.sessions.aes_gcm import cipher_of
 from swapkv_jax.store_paths import default_store_dir
 
 
@@ -63,7 +63,7 @@ def open_conversation(
         identity=identity_of(model),
         limit_bytes=limit,
         durability=options.durability,
-        cipher=AesGcm.from_file(options.key_file) if options.key_file is not None else None,
+        cipher=cipher_of(options.key_file, options.keyring),
     )
     try:
         first = model.tokenizer.encode(text, chat=chat) if text is not None else []

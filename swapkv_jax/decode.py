@@ -112,9 +112,9 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         plan, why = decode_plan(options, source.geometry, [*map(len, prompts)], _dtype(options))
         if why:
             say(why)
-        if options.key_file is not None and plan.memory(source.geometry).disk:
+        if (options.key_file or options.keyring) and plan.memory(source.geometry).disk:
             raise UsageError(
-                f"--key-file encrypts the session, but {plan.policy} keeps keys and values on disk as they are while "
+                f"the session is encrypted, but {plan.policy} keeps keys and values on disk as they are while "
                 "it decodes: use --cache resident, or --cache layer --tier dram"
             )
         if options.dry_run:
@@ -143,6 +143,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
             store_dir=options.store_dir,
             disk_limit=disk_limit,
             adapter=adapter,
+            ephemeral=options.ephemeral,
         ) as engine:
             say(f"compiled in {engine.program.compile_s:.1f} s")
             sessions = None if conversation is None else [conversation.session]

@@ -52,6 +52,7 @@ class Engine:
         disk_limit: int | None = None,
         adapter: Adapter | None = None,
         syscalls: Syscalls | None = None,
+        ephemeral: bool = False,
     ):
         """Compiles the plan for `sampling` and allocates its buffers.
 
@@ -60,6 +61,7 @@ class Engine:
           disk_limit: bytes the store may take (default: what the disk has).
           adapter: of policy `group` (default: the one kept for this model, calibrated first if there is none).
           syscalls: how the disk store reaches its files (default: directly); a `ThrottledDisk` is a slower disk.
+          ephemeral: the disk store's files have no name, so that nothing is left of them however this process ends.
         Raises:
           PlanError: the plan does not fit the model. TierError, UsageError: a tier has no room or no right.
         """
@@ -81,6 +83,7 @@ class Engine:
             adapter=adapter,
             layers=self.params["layers"],
             syscalls=syscalls,
+            ephemeral=ephemeral,
         )
         self._generation: Generation | None = None
         self._closed = False

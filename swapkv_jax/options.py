@@ -89,6 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--disk-space", metavar="SIZE", help="budget of the disk tier")
     add("--store-dir", type=Path, metavar="DIR", help="directory of the disk store")
     add(
+        "--ephemeral",
+        action="store_true",
+        help="files that decode works with have no name: nothing is left of them however it ends (sessions stay)",
+    )
+    add(
         "--session",
         metavar="NAME",
         help="keep the conversation in the store: the next call with this name goes on where it ended, or was "
@@ -106,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="encrypt the session with the key in FILE: 32 bytes or 64 hex digits, readable by you alone",
     )
+    add("--keyring", metavar="NAME", help="encrypt it with the key of that name in the system's keyring")
     add("--report", type=Path, metavar="FILE", help="write a JSON report")
     add(
         "--trace",
@@ -126,8 +132,12 @@ def check_flags(options: argparse.Namespace) -> None:
         raise UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
     if options.session is not None and len(options.prompts or ()) > 1:
         raise UsageError(f"--session goes on with one prompt, not {len(options.prompts)}; give one")
-    if options.key_file is not None and options.session is None:
-        raise UsageError("--key-file encrypts a session: give --session NAME too, or leave it out")
+    for name in ("key_file", "keyring"):
+        if getattr(options, name) is not None and options.session is None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} encrypts a session: give --session NAME too, or leave it out")
+    if options.key_file is not None and options.keyring is not None:
+        raise UsageError("--key-file and --keyring both name a key; leave one of them out")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {options.max_new_tokens}")
     if options.max_context is not None and options.max_context < 2:

@@ -19,6 +19,7 @@ from swapkv_jax.errors import SwapKVError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.planner.sizes import parse_size
 from swapkv_jax.sessions import AesGcm, SessionInfo, SessionStore
+from swapkv_jax.sessions.aes_gcm import cipher_of
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.info import session_infos
 from swapkv_jax.sessions.privacy import check_private
@@ -61,6 +62,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--store-dir", type=Path, help="the store (default: in the user's cache)")
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="key of encrypted sessions")
+    parser.add_argument("--keyring", metavar="NAME", help="the key's name in the system's keyring")
     parser.add_argument("--quiet", action="store_true", help="only results and errors")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -77,6 +79,9 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("names", nargs="*", metavar="NAME", help="of sessions (default: all)")
     sub.add_argument("--repair", action="store_true", help="mend what can be, cut off or put aside the rest")
     sub.add_argument("--json", action="store_true", help="for programs")
+    sub = command("fork", _fork, "a second session that goes on from where the first one is; copies no data")
+    sub.add_argument("name")
+    sub.add_argument("new_name")
     sub = command("export", _export, "a session into a safetensors file, not encrypted")
     sub.add_argument("name")
     sub.add_argument("file", type=Path)
@@ -169,13 +174,20 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
     return 0 if intact else 1
 
 
+def _fork(options: argparse.Namespace, say: Talk) -> int:
+    with _store(options, _identity(options)) as store:
+        store.fork(options.name, options.new_name)
+    say(f"session {options.new_name!r} goes on from where {options.name!r} is")
+    return 0
+
+
 def _export(options: argparse.Namespace, say: Talk) -> int:
     identity = _identity(options)
     with _store(options, identity) as store, store.open(options.name) as session, say.bars() as progress:
         export_session(
             session, identity, options.file, lambda done, total: progress("export (layers)", done, total)
         )
-    say(f"{options.file} holds session {options.name!r}" + (", not encrypted" if options.key_file else ""))
+    say(f"{options.file} holds session {options.name!r}" + (", not encrypted" if _cipher(options) else ""))
     return 0
 
 
@@ -232,7 +244,7 @@ def _store(options: argparse.Namespace, identity: Identity) -> SessionStore:
 
 
 def _cipher(options: argparse.Namespace) -> AesGcm | None:
-    return AesGcm.from_file(options.key_file) if options.key_file is not None else None
+    return cipher_of(options.key_file, options.keyring)
 
 
 def _infos(disk: DiskStore) -> list[SessionInfo]:

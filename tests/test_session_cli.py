@@ -105,6 +105,40 @@ def test_chat_and_raw_do_not_mix_and_what_has_ended_has(run: Runner, model: Path
     assert "begun with --raw" in err or "no chat template" in err
 
 
+def test_ephemeral_files_have_no_name(model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "swapkv_jax.decode",
+            "--model",
+            str(model),
+            "--raw",
+            "--quiet",
+            "--tier",
+            "disk",
+        ),
+        *(
+            "--store-dir",
+            str(store),
+            "--ephemeral",
+            "--prompt",
+            "hi",
+            "--max-new-tokens",
+            "200",
+            "--ignore-eos",
+        ),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    assert list(store.glob("*.kv")) == []
+    process.kill()
+    process.communicate(timeout=60)
+    assert list(store.glob("*.kv")) == []
+
+
 def test_interrupted_answers_are_saved(model: Path, tmp_path: Path, run: Runner) -> None:
     """Ctrl-C in the middle, and a reader of stdout that goes away: what was decoded by then is in the session."""
     command = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ from sessions_kit import IDENTITY, check, content, open_store, say
 
 from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.sessions import AesGcm
+from swapkv_jax.sessions.aes_gcm import cipher_of
 from swapkv_jax.sessions.layout import Layout
 from swapkv_jax.tiers.header import HEADER_BYTES
 from swapkv_jax.tiers.record import stamp
 
 KEY, OTHER = AesGcm(b"k" * 32), AesGcm(b"o" * 32)
+KEY_HEX = (b"k" * 32).hex()
 
 
 def stored(directory: Path, cipher: AesGcm | None = KEY) -> None:
@@ -120,3 +124,31 @@ def test_key_files(tmp_path):
         path.write_bytes(bad)
         with pytest.raises(UsageError, match="neither 32 bytes nor 64 hexadecimal digits"):
             AesGcm.from_file(path)
+
+
+def test_a_key_from_the_keyring(monkeypatch):
+    """A stand-in for the package: what holds keys on this machine is not the tests' to write to."""
+    passwords = {("swapkv_jax", "mine"): KEY_HEX, ("swapkv_jax", "short"): "abcd"}
+    broken = type("KeyringError", (Exception,), {})
+
+    def get_password(service: str, name: str) -> str | None:
+        if name == "locked":
+            raise broken("locked")
+        return passwords.get((service, name))
+
+    errors = SimpleNamespace(KeyringError=broken)
+    monkeypatch.setitem(sys.modules, "keyring", SimpleNamespace(get_password=get_password, errors=errors))
+    ours = cipher_of(None, "mine")
+    assert ours is not None
+    assert ours.name == KEY.name
+    for name, complaint in (
+        ("none", "has no key 'none'"),
+        ("short", "it must be 32"),
+        ("locked", "give --key-file"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            cipher_of(None, name)
+    monkeypatch.setitem(sys.modules, "keyring", None)
+    with pytest.raises(UsageError, match="package keyring"):
+        cipher_of(None, "mine")
+    assert cipher_of(None, None) is None

@@ -256,3 +256,16 @@ def test_delete_gc_and_sweep(directory, capsys):
     assert run(directory, "sweep") == 0
     assert not list(directory.glob("*.kv"))
     assert run(directory, "gc", "lots") == 2
+
+
+def test_fork(directory, capsys):
+    before = sum(file.stat().st_blocks for file in directory.glob("*.kv"))
+    assert run(directory, "fork", "a", "c") == 0
+    assert "'c' goes on from where 'a' is" in capsys.readouterr().err
+    assert sum(file.stat().st_blocks for file in directory.glob("*.kv")) == before
+    with open_store(directory) as store, store.open("c") as session:
+        assert session.tokens == [*range(300), 7]
+        check(session, range(300))
+    intact(directory)
+    assert run(directory, "fork", "a", "b") == 2
+    assert run(directory, "fork", "x", "d") == 2

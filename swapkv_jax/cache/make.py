@@ -33,9 +33,10 @@ def make_cache(
     adapter: Adapter | None,
     layers: Sequence[Params],
     syscalls: Syscalls | None = None,
+    ephemeral: bool = False,
 ) -> Cache:
-    """Allocates the plan's buffers. `store_dir`, `disk_limit` (bytes) and `syscalls` matter to tier `disk` and
-    policy `group`, the adapter to those strategies of policy `group` that need one.
+    """Allocates the plan's buffers. `store_dir`, `disk_limit` (bytes), `syscalls` and `ephemeral` (files without a
+    name) matter to tier `disk` and policy `group`, the adapter to those strategies of policy `group` that need one.
 
     Raises:
         TierError: a tier has no room.
@@ -46,7 +47,9 @@ def make_cache(
         return ResidentCache(program)
     if plan.policy == "layer" and plan.tier == "dram":
         return _DRAM_CACHES[plan.transport or "copy"](program)
-    store = DiskStore(store_dir, limit_bytes=disk_limit, fingerprint=fingerprint, syscalls=syscalls)
+    store = DiskStore(
+        store_dir, limit_bytes=disk_limit, fingerprint=fingerprint, syscalls=syscalls, unlinked=ephemeral
+    )
     try:
         if plan.policy == "layer":
             return DiskLayerCache(program, store)

@@ -12,6 +12,7 @@ import hmac
 import os
 import stat
 import struct
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,8 +25,16 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES = 32
+KEYRING_SERVICE = "swapkv_jax"
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
+
+
+def cipher_of(key_file: Path | None, keyring: str | None) -> AesGcm | None:
+    """What encrypts with the key that flags name, if they name one; UsageError if there is no such key."""
+    if keyring is not None:
+        return AesGcm.from_keyring(keyring)
+    return AesGcm.from_file(key_file) if key_file is not None else None
 
 
 class AesGcm:
@@ -72,6 +81,35 @@ class AesGcm:
                 f"key file {path} holds neither {KEY_BYTES} bytes nor {2 * KEY_BYTES} hexadecimal digits; {remedy}"
             )
         return cls(data)
+
+    @classmethod
+    def from_keyring(cls, name: str) -> Self:
+        """Takes the key, 64 hexadecimal digits, from the system's keyring: the password of `name` in the service
+        swapkv_jax.
+
+        Raises:
+          UsageError: there is none, or no keyring, or the package that asks it is not installed.
+        """
+        remedy = f"store one with: keyring set {KEYRING_SERVICE} {name}"
+        try:
+            keyring = import_module("keyring")  # of an extra
+        except ImportError:
+            raise UsageError(
+                "keys from the keyring need the package keyring; pip install 'swapkv-jax[encryption]'"
+            ) from None
+        try:
+            password = keyring.get_password(KEYRING_SERVICE, name)
+        except keyring.errors.KeyringError as error:
+            raise UsageError(f"cannot ask the system's keyring: {error}; give --key-file instead") from None
+        if password is None:
+            raise UsageError(f"the system's keyring has no key {name!r}; {remedy}")
+        try:
+            key = bytes.fromhex(password.strip())
+        except ValueError:
+            raise UsageError(
+                f"the key {name!r} in the system's keyring is not {2 * KEY_BYTES} hexadecimal digits; {remedy}"
+            ) from None
+        return cls(key)
 
     def seal_records(
         self, records: np.ndarray, payload_bytes: int, *, nonce: int, layer: int, first: int

@@ -29,7 +29,7 @@ from swapkv_jax.tiers.direct_io import (
 )
 from swapkv_jax.tiers.header import Extent, Header, encode
 
-_GROWTH_RUN_BYTES = 1 << 20
+_GROWTH_RUN_BYTES = 256 << 10
 _GROWTH_SHARE = 8
 
 _BUFFERED = DirectSupport(direct=False, alignment=1)
@@ -121,9 +121,9 @@ class SequenceFile:
     def reserve(self, groups: int) -> None:
         """Make sure that every layer has room for `groups` groups. `write` does it where needed.
 
-        A new extent takes at least 1 MiB per layer and an eighth of what there is (never more than
-        `max_groups`): a layer read back is then a few runs long enough to reach the disk's ceiling (256 KiB
-        do), however slowly decode appends, for at most an eighth, or 1 MiB a layer, of unused space.
+        A new extent takes at least 256 KiB per layer and an eighth of what there is (never more than
+        `max_groups`): a layer read back is then a few runs long enough to reach the disk's ceiling, however
+        slowly decode appends, for at most an eighth, or 256 KiB a layer, of unused space.
 
         Raises:
             TierError: the disk or the store's limit has no room; the file is as it was.
