@@ -14,7 +14,7 @@ from swapkv_jax.tuner.choice import Choice, Space
 Measure = Callable[[Choice], tuple[float, float]]
 Fits = Callable[[Choice], bool]
 _WORTH = 0.998  # a step must save so much, else noise would be followed
-_AS_FAST = 1.03  # no prediction tells choices apart that are closer
+_AS_FAST = 1.08  # no prediction tells choices apart that are closer
 
 
 class Oracle(Protocol):
