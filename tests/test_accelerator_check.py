@@ -118,6 +118,22 @@ def test_graphs_that_are_wrong_fail(tools: Tools, monkeypatch: pytest.MonkeyPatc
     assert "segment: host callback (debug)" in found.found
 
 
+def test_a_policy_that_raises_leaves_the_others(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = tools("accelerator_policies")
+
+    def broken(model: Any, plan: Any, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"no {plan.policy}")
+
+    monkeypatch.setattr(policies, "_decode", broken)
+    expected = ["no resident", "no layer", "no layer", "no group"]
+    for found in (
+        policies.check_policies(policies.TINY, np.zeros(1)),
+        policies.time_policies(policies.TINY),
+    ):
+        said = [(f.found, f.passed) for f in found]
+        assert said == [(f"RuntimeError: {message}", False) for message in expected]
+
+
 def test_what_raises_or_comes_too_late_fails(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +153,7 @@ def test_what_raises_or_comes_too_late_fails(
     assert done.code == 1
     said = {f["part"]: (f["what"], f["found"], f["passed"]) for f in done.report["findings"]}
     assert said == {
-        "broken": ("RuntimeError", "no such device", False),
+        "broken": ("all that follows", "RuntimeError: no such device", False),
         "fine": ("w", "f", True),
         "late": ("not run", "8 minutes are over", False),
     }

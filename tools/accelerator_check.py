@@ -26,7 +26,7 @@ import accelerator_kernels as kernels
 import accelerator_policies as policies
 import jax
 import numpy as np
-from accelerator_findings import Finding, table
+from accelerator_findings import Finding, raised, table
 from accelerator_replay import check_graphs
 from flag_types import count
 
@@ -96,11 +96,8 @@ def _run(args: argparse.Namespace, deadline: float, say: Talk) -> Iterator[Findi
             for finding in part():
                 say(f"  {finding.what}: {finding.found}")
                 yield finding
-        except (
-            Exception
-        ) as error:  # on a device that nobody here has seen, the other parts still tell something
-            first = str(error).strip().partition("\n")[0]
-            yield Finding(part=name, what=type(error).__name__, found=first, passed=False)
+        except Exception as error:
+            yield raised(name, "all that follows", error)
 
 
 def _parts(tiny: bool) -> dict[str, Part]:

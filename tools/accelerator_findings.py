@@ -27,6 +27,12 @@ class Finding:
         }
 
 
+def raised(part: str, what: str, error: Exception) -> Finding:
+    """A failure that is an exception: on a device that nobody here has seen, what follows still tells something."""
+    first = str(error).strip().partition("\n")[0]
+    return Finding(part=part, what=what, found=f"{type(error).__name__}: {first}", passed=False)
+
+
 def table(findings: Sequence[Finding]) -> str:
     """A line each, and the count of what failed last."""
     parts, whats = max(len(f.part) for f in findings), max(len(f.what) for f in findings)

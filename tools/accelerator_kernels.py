@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from accelerator_findings import Finding
+from accelerator_findings import Finding, raised
 from swapkv_jax.kernels.gather_attention import (  # pyright: ignore[reportMissingImports]
     Backend,
     gather_attention,
@@ -101,8 +101,12 @@ def check_kernels(cases: Sequence[Case], *, interpreted: bool = False) -> Iterat
         worst: dict[str, float] = {}
         for seed, case in enumerate(cases):
             operands = _operands(case, slot_width(backend, case.head_dim), seed)
-            with jax.default_matmul_precision("highest"):
-                out, lse = gather_attention(*operands, backend=backend, interpret=interpret)
+            try:
+                with jax.default_matmul_precision("highest"):
+                    out, lse = gather_attention(*operands, backend=backend, interpret=interpret)
+            except Exception as error:
+                yield raised(PART, f"{backend} {case}", error)
+                continue
             expected, expected_lse = _reference(case, *operands)
             error = max(_error(out, expected), _error(lse, expected_lse))
             worst[case.dtype] = max(worst.get(case.dtype, 0.0), error)
@@ -122,7 +126,11 @@ def time_kernels(cases: Sequence[Case], bandwidth: float) -> Iterator[Finding]:
     for case in cases:
         for backend, _ in backends(interpreted=False):
             width = slot_width(backend, case.head_dim)
-            seconds = _seconds(_operands(case, width, 0, poisoned=False), backend)
+            try:
+                seconds = _seconds(_operands(case, width, 0, poisoned=False), backend)
+            except Exception as error:
+                yield raised(PART, f"{backend} {case}", error)
+                continue
             floor = case.bytes(width) / bandwidth
             yield Finding(
                 part=PART,

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from accelerator_findings import Finding
+from accelerator_findings import Finding, raised
 from accelerator_kernels import backends
 from accelerator_replay import count_launches
 from portability_models import subject
@@ -119,8 +119,12 @@ def check_policies(sizes: Sizes, expected: np.ndarray) -> Iterator[Finding]:
     model = _model(sizes)
     adapter = random_adapter(model)
     for name, plan in plans(sizes).items():
-        with jax.default_matmul_precision("highest"):
-            run = _decode(model, plan, adapter, sizes)
+        try:
+            with jax.default_matmul_precision("highest"):
+                run = _decode(model, plan, adapter, sizes)
+        except Exception as error:
+            yield raised("policy", f"{name} {plan.attention}", error)
+            continue
         error = float(np.abs(run.logits - expected).max() / np.abs(expected).max())
         still = f"{run.compiles} compiles, {len(run.moved)} of {run.buffers} buffers moved"
         yield Finding(
@@ -136,14 +140,19 @@ def time_policies(sizes: Sizes) -> Iterator[Finding]:
     """The median step of every policy, and whether its graphs were replayed as CUDA graphs."""
     model = _model(sizes)
     adapter = random_adapter(model)
-    resident = None
+    resident, first = None, ""
     for name, plan in plans(sizes).items():
-        run = _decode(model, plan, adapter, sizes, profiled=True)
-        resident = run.step_s if resident is None else resident
+        try:
+            run = _decode(model, plan, adapter, sizes, profiled=True)
+        except Exception as error:
+            yield raised("step", f"{name} {plan.attention}", error)
+            continue
+        if resident is None:
+            resident, first = run.step_s, name
         yield Finding(
             part="step",
             what=f"{name} {plan.attention}, {sizes.dtype}, {sizes.batch} x {sizes.context}",
-            found=f"{1e3 * run.step_s:.2f} ms, {run.step_s / resident:.2f} x resident",
+            found=f"{1e3 * run.step_s:.2f} ms, {run.step_s / resident:.2f} x {first}",
             passed=None,
             values={"seconds": run.step_s, "ttft_s": run.ttft_s},
         )

@@ -117,9 +117,8 @@ class Checker:
           artefact: where the exported graph goes, if anywhere.
         """
         report = GraphReport(name=name, planned_arguments=spec.argument_bytes)
-        host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
         # A kernel's trace refuses only to be lowered for the host.
-        traced = spec.trace(self._sharding or host)
+        traced = spec.trace(self._sharding or jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0]))
         report.failures += lint(traced.jaxpr, self._target.platform)
         if report.failures:
             return report  # a compiler's complaint about the same would say less
