@@ -182,9 +182,9 @@ def test_an_engine_on_a_slow_disk_decodes_the_same_and_waits(
             results.append(decode(engine, prompts_of(40), 4))
             uses.append(engine.use)
     assert results[0].tokens == results[1].tokens
-    # All reads together take their number of pauses, of which little else there is to do hides a half.
+    # All reads together take their number of pauses, most of which a tiny model's step does not hide.
     assert uses[1].reads > 20
-    assert uses[1].wait_s > 0.5 * pause * uses[1].reads
+    assert uses[1].wait_s > 0.2 * pause * uses[1].reads
 
 
 def _off(seconds: float, expected: float) -> float:
