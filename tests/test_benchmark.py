@@ -206,7 +206,7 @@ def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--policies", "resident,paged"], 2, "unknown policy 'paged'; known: resident, layer, group"),
+        (["--policies", "resident,paged"], 2, "unknown policy 'paged'; known: resident, layer, flexgen"),
         (["--tier", "tape"], 2, "unknown tier 'tape'"),
         (["--peers", "vllm"], 2, "unknown peer 'vllm'; known: transformers"),
         (["--steps", "0"], 2, "'0' is not a positive number"),

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from swapkv_jax import Plan
 from swapkv_jax.adapter import Adapter
-from swapkv_jax.calibration import ensure_adapter
 from swapkv_jax.models import Model
+from swapkv_jax.selection import StrategyName
+from swapkv_jax.strategies.adapters import plan_adapter
 from swapkv_jax.talk import Talk
 
+Adapters = Mapping[StrategyName, Adapter]
+"""By strategy. An engine whose strategy is not among them takes the adapter that is kept for its plan."""
 
-def adapter_for(model: Model, plans: Iterable[Plan], place: Path | None, say: Talk) -> Adapter | None:
-    """The adapter in `place` for all engines. Without a place, None: each engine then takes the one that is kept
-    for its plan, which is made here, once, if it was not there.
+
+def adapters_for(model: Model, plans: Iterable[Plan], place: Path | None, say: Talk) -> Adapters:
+    """The adapter in `place`, for all engines of its strategy. What the others need is made here, once, if it is not
+    kept yet.
 
     Raises:
         ModelError: no adapter of this model in `place`, or none can be kept. UsageError: see `calibrate`.
     """
-    needed = sorted({plan.place_tokens for plan in plans if plan.policy == "group"})
-    if not needed:
-        return None
-    if place is not None:
-        return Adapter.load(place, model.fingerprint)
-    for place_tokens in needed:
+    needed = {
+        (s.strategy_name, plan.place_tokens): plan for plan in plans if (s := plan.selection) is not None
+    }
+    given: dict[StrategyName, Adapter] = {}
+    if place is not None and needed:
+        adapter = Adapter.load(place, model.fingerprint)
+        given = {adapter.strategy: adapter}
+    for (strategy, _), plan in sorted(needed.items()):
+        if strategy in given:
+            continue
         with say.bars() as progress:
-            _, note = ensure_adapter(model, place_tokens=place_tokens, progress=progress)
-        say(note)
-    return None
+            _, note = plan_adapter(model, plan, progress=progress)
+        if note is not None:
+            say(note)
+    return given
+
+
+def adapter_of(adapters: Adapters, plan: Plan) -> Adapter | None:
+    """The one for an engine of this plan, None for the one that is kept."""
+    return None if plan.selection is None else adapters.get(plan.selection.strategy_name)

@@ -27,19 +27,20 @@ from typing import Any
 import jax
 import machine
 import numpy as np
-from adapters import adapter_for
+from adapters import Adapters, adapter_of, adapters_for
 from benchmark_flags import make_parser
 from benchmark_table import table
 from contenders import RANDOM_DEPTH, Contender, OurEngine, PeerDecode, Workload
 from floors import floors, growth
 from peers import PEERS, PeerUnavailable
-from random_model import random_adapter, random_model
+from policies import SELECTIVE, parse_settings, policy_plan
+from random_adapters import random_adapters
+from random_model import random_model
 from rounds import interleave, new_tokens
-from selection_flags import group_choices
+from selection_flags import given_choices
 from windows import cut_windows, read_texts
 
-from swapkv_jax import Plan, SwapKVError, UsageError, load_model, make_plan
-from swapkv_jax.adapter import Adapter
+from swapkv_jax import Plan, SwapKVError, UsageError, load_model
 from swapkv_jax.capture import capture
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, RandomPrefill
@@ -78,7 +79,7 @@ class Setup:
     """What all shapes have in common."""
 
     model: Model
-    adapter: Adapter | None
+    adapters: Adapters
     peers: dict[str, Any]
     prefill: str
     store_dir: Path
@@ -117,12 +118,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             skipped[name] = f"skipped ({reason})"
             print(f"{name}: {skipped[name]}", file=sys.stderr)
     if args.weights == "random":
-        adapter = random_adapter(model)
+        adapters = random_adapters(model)
     else:
-        adapter = adapter_for(model, itertools.chain(*plans.values()), args.adapter, SAY)
+        used = (plan for _, plan in itertools.chain(*plans.values()))
+        adapters = adapters_for(model, used, args.adapter, SAY)
     profile = None if args.storage_profile is None else storage_profile(args.storage_profile)
-    setup = Setup(model, adapter, peers, prefill, store_dir, args.capture_dir, profile)
-    uses_disk = any(plan.tier == "disk" for plan in plans[shapes[0]])
+    setup = Setup(model, adapters, peers, prefill, store_dir, args.capture_dir, profile)
+    uses_disk = any(plan.tier == "disk" for _, plan in plans[shapes[0]])
     facts = machine.facts(store_dir if uses_disk else None)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
@@ -144,24 +146,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "random_reader": f"reads of single records at random places of the engine's own files, past the page cache, "
         f"{RANDOM_DEPTH} threads with one read each in flight",
         "skipped": skipped,
-        "notes": [RANDOM_NOTE] if prefill == "random" and "group" in args.policies else [],
+        "notes": [RANDOM_NOTE] if prefill == "random" and set(SELECTIVE) & set(args.policies) else [],
+        "kv_memory": args.kv_memory,
         "rows": rows,
         "growth": growth(rows, facts["memory_bytes_per_s"]),
     }
 
 
 def _measure(
-    setup: Setup, args: argparse.Namespace, plans: list[Plan], prompts: Tokens, following: Tokens | None
+    setup: Setup,
+    args: argparse.Namespace,
+    plans: list[tuple[str, Plan]],
+    prompts: Tokens,
+    following: Tokens | None,
 ) -> list[dict[str, Any]]:
     """The rows of one (context, batch)."""
     context, batch = len(prompts[0]), len(prompts)
     with ExitStack() as stack:
         contenders: list[Contender] = []
-        for plan in plans:
-            contenders.append(OurEngine(setup.model, plan, setup.store_dir, setup.adapter, setup.profile))
+        for policy, plan in plans:
+            adapter = adapter_of(setup.adapters, plan)
+            ours = OurEngine(setup.model, plan, setup.store_dir, adapter, setup.profile, policy)
+            contenders.append(ours)
             stack.callback(contenders[-1].close)
         for name, peer in setup.peers.items():
-            decode = peer.open(batch, plans[0].max_context)
+            decode = peer.open(batch, plans[0][1].max_context)
             contenders.append(PeerDecode(name, peer.version, decode))
             stack.callback(contenders[-1].close)
         work = Workload(
@@ -171,29 +180,33 @@ def _measure(
             prefilled=_prefilled(setup, prompts, stack),
         )
         rows = interleave(contenders, work, steps=args.steps, burst=args.burst)
-    shape = {"context": context, "batch": batch, "full_kv_bytes": plans[0].full_kv_bytes}
+    shape = {"context": context, "batch": batch, "full_kv_bytes": plans[0][1].full_kv_bytes}
     return [shape | row for row in rows]
 
 
-def _plans(args: argparse.Namespace, model: Model, context: int, batch: int) -> Iterator[Plan]:
-    tiers = {"resident": ("auto",), "layer": args.tier, "group": args.group_tier}
-    choices: dict[str, dict[str, Any]] = {
-        "resident": {},
-        "layer": {"physical_layers": args.physical_layers},
-        "group": group_choices(args),
-    }
+def _plans(args: argparse.Namespace, model: Model, context: int, batch: int) -> Iterator[tuple[str, Plan]]:
+    """The plans to measure, with their policies' names."""
+    tiers = {"resident": ("auto",), "layer": args.tier, "flexgen": ("disk",)}
+    given = parse_settings(args.set)
+    given["group"] = given_choices(args) | given.get("group", {})
     for policy in args.policies:
-        for tier in tiers[policy]:
-            yield make_plan(
-                model.geometry,
-                cache=policy,
-                tier=tier,
-                batch=batch,
-                max_context=context + new_tokens(args.steps, args.burst),
-                dtype=args.dtype,
-                platform=jax.default_backend(),
-                capability=compute_capability(),
-                **choices[policy],
+        for tier in tiers.get(policy, args.group_tier):
+            layers = {"physical_layers": args.physical_layers} if policy in ("layer", "flexgen") else {}
+            yield (
+                policy,
+                policy_plan(
+                    model.geometry,
+                    policy,
+                    given.get(policy, {}),
+                    tier=tier,
+                    memory=args.kv_memory,
+                    batch=batch,
+                    max_context=context + new_tokens(args.steps, args.burst),
+                    dtype=args.dtype,
+                    platform=jax.default_backend(),
+                    capability=compute_capability(),
+                    **layers,
+                ),
             )
 
 

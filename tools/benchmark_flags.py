@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from flag_types import count, counts, paths
+from flag_types import count, counts, names, paths
 from peers import PEERS
+from policies import POLICIES, add_policy_flags
 from selection_flags import add_selection_flags
 
 from swapkv_jax.tiers.throttled import PROFILES
 
-POLICIES, TIERS = ("resident", "layer", "group"), ("dram", "disk")
+TIERS = ("dram", "disk")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="model",
         help="random: the model's geometry alone, with as much context as asked for; for timing only",
     )
-    add("--policies", type=_names("policy", POLICIES), default=["resident", "layer"])
+    add("--policies", type=names("policy", POLICIES), default=["resident", "layer"])
     add("--context", type=counts, default=[7680], help="tokens of each prompt, N[,N]")
     add("--batch", type=counts, default=[1], help="rows, B[,B]")
     add("--steps", type=count, default=32, help="timed steps (default 32)")
@@ -40,10 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="steps of a turn, one right after the other (default 4): what is read between turns costs nothing, so "
         "the more, the less of that",
     )
-    add("--tier", type=_names("tier", TIERS), default=["dram"], help="where layer keeps KV")
+    add("--tier", type=names("tier", TIERS), default=["dram"], help="where layer keeps KV")
     add("--physical-layers", type=count, default=None)
     add("--dtype", default="float32")
-    add("--peers", type=_names("peer", tuple(PEERS)), default=[])
+    add("--peers", type=names("peer", tuple(PEERS)), default=[])
     add(
         "--prompt-file",
         type=paths,
@@ -66,17 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, required=True, metavar="OUT")
     group = parser.add_argument_group("policy group")
     add = group.add_argument
-    add("--group-tier", type=_names("tier", TIERS), default=["disk"], help="dram: all rows there too")
+    add("--group-tier", type=names("tier", TIERS), default=["disk"], help="dram: all rows there too")
     add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
     add_selection_flags(group)
+    add_policy_flags(parser)
     return parser
-
-
-def _names(what: str, known: tuple[str, ...]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
-        return list(dict.fromkeys(names))
-
-    return parse

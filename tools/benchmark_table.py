@@ -56,7 +56,7 @@ def _group_lines(report: dict[str, Any]) -> list[str]:
     ]
     lines.append(f"random, MB/s: {report['random_reader']}")
     lines += [
-        f"group {grown['tier']}, batch {grown['batch']}, context {' to '.join(map(str, grown['contexts']))}: step "
+        f"{_label(grown)}, batch {grown['batch']}, context {' to '.join(map(str, grown['contexts']))}: step "
         f"{grown['step_s'] * 1e3:+.1f} ms; the summary's scan alone {grown['scan_s'] * 1e3:+.1f} ms, its bytes "
         f"at memory bandwidth {grown['scan_floor_s'] * 1e3:+.1f} ms"
         for grown in report["growth"]
@@ -66,7 +66,7 @@ def _group_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _label(row: dict[str, Any]) -> str:
-    return row["peer"] or " ".join(filter(None, (row["policy"], row["tier"])))
+    return " ".join(filter(None, (row["name"], row["tier"])))
 
 
 def _cell(value: float | None, form: str, unit: float = 1.0) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from scan import scan_seconds
 
 from swapkv_jax import Engine, Plan
@@ -98,7 +99,10 @@ class OurEngine:
         store_dir: Path,
         adapter: Adapter | None = None,
         profile: StorageProfile | None = None,
+        name: str | None = None,
     ):
+        """`name`: what it is called, if not by its plan's policy."""
+        self._name = name or plan.policy
         self._plan, self._geometry = plan, model.geometry
         self._syscalls = Syscalls() if profile is None else ThrottledDisk(profile)
         self._store = Path(tempfile.mkdtemp(prefix="benchmark-", dir=store_dir))
@@ -114,7 +118,7 @@ class OurEngine:
 
     @property
     def label(self) -> str:
-        return self._plan.policy if self._plan.tier is None else f"{self._plan.policy} {self._plan.tier}"
+        return self._name if self._plan.tier is None else f"{self._name} {self._plan.tier}"
 
     @property
     def policy(self) -> str:
@@ -186,7 +190,9 @@ class OurEngine:
         held = kv_bytes(plan, self._geometry)
         is_group = plan.policy == "group"
         return {
+            "name": self._name,
             "policy": plan.policy,
+            "selection": None if plan.selection is None else msgspec.to_builtins(plan.selection),
             "peer": None,
             "tier": plan.tier,
             "plan": plan.hash,
@@ -241,7 +247,9 @@ class PeerDecode:
 
     def describe(self) -> dict[str, Any]:
         return {
+            "name": self.label,
             "policy": None,
+            "selection": None,
             "peer": self.label,
             "tier": None,
             "plan": None,

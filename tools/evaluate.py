@@ -1,4 +1,4 @@
-"""What a plan of policy `group` loses against `resident`: on real texts, and at finding needles in them.
+"""What a plan loses against `resident`: on real texts, and at finding needles in them.
 
     python tools/evaluate.py --task text --texts novel.txt,essay.txt --rows 8 --context 7680 --json out.json
     python tools/evaluate.py --task needle --texts novel.txt --lengths 1024,8000 --selected-groups 72 --rank 24
@@ -14,16 +14,17 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
-from adapters import adapter_for
+from adapters import adapters_for
 from evaluation_table import table
-from flag_types import count, counts, paths
-from selection_flags import add_selection_flags, given_choices, group_choices, written
+from flag_types import count, counts, names, paths
+from policies import POLICIES, add_policy_flags, parse_settings, policy_plan, sized
+from selection_flags import add_selection_flags, given_choices, written
 from tasks import Bench, find_needles, follow_texts
 from windows import cut_windows, read_texts
 
@@ -33,7 +34,6 @@ from swapkv_jax.models import Model
 from swapkv_jax.plan import DType
 from swapkv_jax.plan_files import load_plan
 from swapkv_jax.planner import SELECTION
-from swapkv_jax.selection import Selection
 from swapkv_jax.staging import compute_capability
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
@@ -83,12 +83,13 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     with say.bars() as progress:
         model = load_model(args.model, dtype, progress)
     plans = _plans(args, model, dtype)
-    adapter = adapter_for(model, plans.values(), args.adapter, say)
+    adapters = adapters_for(model, plans.values(), args.adapter, say)
     with say.bars() as progress:
         bench = Bench(
             model=model,
-            adapter=adapter,
+            adapters=adapters,
             plans=plans,
+            resize=_resize(args, model),
             reference=make_plan(model.geometry, cache="resident", dtype=dtype, platform=platform),
             batch=args.batch,
             store_dir=store_dir,
@@ -124,18 +125,24 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Plan]:
     """The plans to evaluate, by name. Batch and context are the task's."""
     if args.plan_json is None:
-        plan = make_plan(
-            model.geometry,
-            cache="group",
-            dtype=dtype,
-            platform=jax.default_backend(),
-            capability=compute_capability(),
-            **group_choices(args),
+        plans = {}
+        for policy in args.policies:
+            plan = policy_plan(
+                model.geometry,
+                policy,
+                _given(args).get(policy, {}),
+                batch=args.batch,
+                dtype=dtype,
+                platform=jax.default_backend(),
+                capability=compute_capability(),
+            )
+            by_sizes = policy == "group" and args.kv_memory is None
+            plans[_name(plan) if by_sizes else policy] = plan
+        return plans
+    if given_choices(args) or args.set or args.kv_memory is not None:
+        raise UsageError(
+            "--plan-json fixes what the selection flags, --set and --kv-memory would say; leave one of them out"
         )
-        assert plan.selection is not None
-        return {_name(plan.group_tokens, plan.selection): plan}
-    if given_choices(args):
-        raise UsageError("--plan-json fixes what the selection flags would say; leave one of them out")
     plans = {}
     for path in args.plan_json:
         plan = load_plan(str(path))
@@ -147,16 +154,41 @@ def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Pl
     return plans
 
 
-def _name(group_tokens: int, s: Selection) -> str:
+def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Choices by policy: the selection flags are those of `group`."""
+    given = parse_settings(args.set)
+    given["group"] = given_choices(args) | given.get("group", {})
+    return given
+
+
+def _resize(args: argparse.Namespace, model: Model) -> Callable[[Plan], Plan] | None:
+    """What makes every selecting plan take `--kv-memory`, once a task has said its batch and context."""
+    if args.kv_memory is None:
+        return None
+    given = _given(args)
+
+    def resize(plan: Plan) -> Plan:
+        if plan.selection is None:
+            return plan
+        name = plan.selection.strategy_name
+        fixed = given.get("group" if name == "kvswap" else name, {})
+        return sized(plan, model.geometry, args.kv_memory, fixed=fixed)
+
+    return resize
+
+
+def _name(plan: Plan) -> str:
     """The sizes, and what else is not as usual. (Load sizes follow the batch and lose nothing.)"""
+    s = plan.selection
+    assert s is not None
     sizes = ("selected_groups", "reuse_slots", "rank")
-    others = (field for field in s.__struct_fields__ if field not in (*sizes, "load_buckets"))
+    others = (field for field in s.__struct_fields__ if field not in (*sizes, "load_buckets", "strategy"))
     changed = [
         f" {field.replace('_', ' ')} {written(getattr(s, field))}"
         for field in others
         if getattr(s, field) != getattr(SELECTION, field)
     ]
-    return f"group G{group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank}" + "".join(changed)
+    return f"group G{plan.group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank}" + "".join(changed)
 
 
 # ---- flags ---------------------------------------------------------------------------------------------
@@ -165,7 +197,8 @@ def _name(group_tokens: int, s: Selection) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="evaluate.py",
-        description="What plans of policy `group` lose against `resident`, from the same prefill.",
+        description="What plans of policy `group`, and of the literature's, lose against `resident`, from the same "
+        "prefill.",
         epilog="A captured prefill takes 46,080 bytes of disk per token for smollm2-135m in float32: 8 rows of 7,680 "
         "tokens 2.8 GB, 20 needles of 8,000 tokens 7.4 GB (one length at a time, unless they are kept). "
         "Task text also keeps resident's logits in memory: 197 kB per token of --rows × --tokens.",
@@ -212,7 +245,15 @@ def _parser() -> argparse.ArgumentParser:
         "the plan", "Flags for one plan, or files for several; batch and context are always the task's."
     )
     plan.add_argument("--plan-json", type=paths, metavar="FILE[,FILE]", help="plans to compare")
+    plan.add_argument(
+        "--policies",
+        type=names("policy", POLICIES[1:]),
+        default=["group"],
+        metavar="NAME[,NAME]",
+        help=f"without plans: those of {', '.join(POLICIES[1:])} (default group)",
+    )
     add_selection_flags(plan)
+    add_policy_flags(plan)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -21,3 +22,15 @@ def counts(text: str) -> list[int]:
 def paths(text: str) -> list[Path]:
     """Paths between commas."""
     return [Path(part) for part in text.split(",")]
+
+
+def names(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A type of names between commas, each once, all of them `known`; `what` says what they name."""
+
+    def parse(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+        return list(dict.fromkeys(given))
+
+    return parse

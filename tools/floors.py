@@ -34,13 +34,15 @@ def growth(rows: Sequence[dict[str, Any]], memory_bytes_per_s: float) -> list[di
     `scan_s` as its graphs were measured (see `scan`), `scan_floor_s` its bytes at the memory's bandwidth.
     """
     group = sorted(
-        (row for row in rows if row["policy"] == "group"), key=lambda r: (r["tier"], r["batch"], r["context"])
+        (row for row in rows if row["policy"] == "group"),
+        key=lambda r: (r["name"], r["tier"], r["batch"], r["context"]),
     )
     grown = []
-    for (tier, batch), same in itertools.groupby(group, lambda r: (r["tier"], r["batch"])):
+    for (name, tier, batch), same in itertools.groupby(group, lambda r: (r["name"], r["tier"], r["batch"])):
         for short, long in itertools.pairwise(same):
             grown.append(
                 {
+                    "name": name,
                     "tier": tier,
                     "batch": batch,
                     "contexts": [short["context"], long["context"]],

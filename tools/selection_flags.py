@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -13,6 +14,7 @@ from flag_types import count
 from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 
+_BY_POLICY = "strategy"  # a policy of its own name each, see `policies`
 _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 
 
@@ -22,13 +24,15 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
     A field that is a list takes commas, one that is nested takes JSON.
     """
     for field, hint in get_type_hints(Selection).items():
+        if field == _BY_POLICY:
+            continue
         names = ["--" + field.replace("_", "-")]
         names += [_SHORT[field]] if field in _SHORT else []
         helped = f"default {written(getattr(SELECTION, field))}"
         if get_origin(hint) is Literal:
             parser.add_argument(*names, dest=field, choices=get_args(hint), help=helped)
         else:
-            parse = functools.partial(_value, hint=hint)
+            parse = functools.partial(parse_value, hint=hint)
             parser.add_argument(*names, dest=field, type=parse, metavar=_metavar(hint), help=helped)
     parser.add_argument("--group-tokens", type=count, metavar="G", help="tokens per group (default 4)")
     parser.add_argument(
@@ -42,13 +46,18 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
 def given_choices(args: argparse.Namespace) -> dict[str, Any]:
     """Those of the flags that were given, by field."""
     names = (*Selection.__struct_fields__, "group_tokens", "record_alignment")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def group_choices(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say to `make_plan` of policy `group`, which has its own default for a selection that no flag
-    touches. Slots that were not asked for follow M."""
-    given = given_choices(args)
+    """What the flags say to `make_plan` of policy `group`."""
+    return plan_choices(given_choices(args))
+
+
+def plan_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Selection`, group tokens and record alignment as `make_plan` takes them, which has a default of its
+    own for a selection that nobody touches. Slots that were not asked for follow M."""
+    given = dict(choices)
     shape = {name: given.pop(name) for name in ("group_tokens", "record_alignment") if name in given}
     if not given:
         return shape
@@ -58,8 +67,12 @@ def group_choices(args: argparse.Namespace) -> dict[str, Any]:
     return {"selection": choice, **shape}
 
 
-def _value(text: str, hint: Any) -> Any:
-    """`text` as a value of type `hint`: as it stands, else as JSON, else cut at commas."""
+def parse_value(text: str, hint: Any) -> Any:
+    """`text` as a value of type `hint`: as it stands, else as JSON, else cut at commas.
+
+    Raises:
+      ArgumentTypeError: it fits in no way.
+    """
     candidates: list[Any] = [text]
     try:
         candidates.append(json.loads(text))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from adapters import Adapters, adapter_of
 from needles import ANSWER_TOKENS, Needle, make_needles
 from windows import Window
 
 from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
-from swapkv_jax.adapter import Adapter
 from swapkv_jax.capture import CapturedPrefill, capture
 from swapkv_jax.generation import Step
 from swapkv_jax.models import Model, Progress
@@ -29,22 +29,25 @@ class Bench:
 
     Attributes:
       plans: by name; `fit` gives them the task's batch and context.
+      resize: what to do with a plan once it has them.
       batch: rows decoded together.
       capture_dir: where prefills are kept, None for a directory in `store_dir` that is removed.
     """
 
     model: Model
-    adapter: Adapter | None
+    adapters: Adapters
     plans: Mapping[str, Plan]
     reference: Plan
     batch: int
     store_dir: Path
     capture_dir: Path | None
     progress: Progress
+    resize: Callable[[Plan], Plan] | None = None
 
     def fit(self, plan: Plan, max_context: int, rows: int) -> Plan:
         """The plan for this task: `batch` rows of `max_context` tokens. PlanError if that does not work."""
         plan = msgspec.structs.replace(plan, batch=min(self.batch, rows), max_context=max_context)
+        plan = plan if self.resize is None else self.resize(plan)
         plan.validate(self.model.geometry)
         return plan
 
@@ -79,7 +82,7 @@ def decode(
     total = -(-len(prompts) // rows) * new_tokens
     with (
         bench.scratch() as store,
-        Engine(bench.model, plan, store_dir=Path(store), adapter=bench.adapter) as engine,
+        Engine(bench.model, plan, store_dir=Path(store), adapter=adapter_of(bench.adapters, plan)) as engine,
     ):
         for first in range(0, len(prompts), rows):
             real = list(every[first : first + rows])

@@ -3,7 +3,7 @@ for models and devices that need not be here. No JAX.
 """
 
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls, weight_bytes
-from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice
+from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice, load_buckets
 from swapkv_jax.planner.choose import MAX_OVERHEAD, Candidate, Choice, choose_plan, describe, make_plan
 from swapkv_jax.planner.costs import UNKNOWN, DescribedDisk, Rates, StepCost, overhead, step_cost
 from swapkv_jax.planner.explain import explain
@@ -27,6 +27,7 @@ __all__ = [
     "choose_plan",
     "describe",
     "explain",
+    "load_buckets",
     "make_plan",
     "overhead",
     "parse_rate",

@@ -170,15 +170,20 @@ def _default_selection(request: Request) -> Selection:
         # Slots, and one more for padding, fill whole tiles: they would be padded to that.
         tile = math.lcm(_TPU_LANES, unit) // unit
         slots = -(-(slots + 1) // tile) * tile - 1
-    # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
-    largest = max(8, -(-request.batch * selected // 4))
     return msgspec.structs.replace(
         SELECTION,
         selected_groups=selected,
         reuse_slots=slots,
         rank=min(SELECTION.rank, g.kv_heads * g.head_dim),
-        load_buckets=(*(n for n in _LOADS if n < largest), min(largest, 2 * _LOADS[-1])),
+        load_buckets=load_buckets(request.batch, selected),
     )
+
+
+def load_buckets(batch: int, selected: int) -> tuple[int, ...]:
+    """Sizes of loads for `batch` rows that select so many groups each."""
+    # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
+    largest = max(8, -(-batch * selected // 4))
+    return *(n for n in _LOADS if n < largest), min(largest, 2 * _LOADS[-1])
 
 
 def _with_pool(plan: Plan, geometry: Geometry, budgets: Budgets) -> Plan:
