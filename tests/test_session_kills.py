@@ -49,36 +49,29 @@ class Victims:
     ) -> tuple[int, bool]:
         """Runs a child, killed `after` seconds of work: how many tokens it said were safe, and if it ended."""
         arguments = child_arguments(self.model_directory, store, policy, name, seed, length, TOTAL)
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stderr is not None
         timer, safe, done = None, 0, False
-        for line in child.stdout:
-            if line == "ready\n" and after is not None:
-                timer = threading.Timer(after, os.kill, (child.pid, signal.SIGKILL))
-                timer.start()
-            elif line.startswith("committed "):
-                safe = max(safe, int(line.split()[1]))
-            done = done or line == "done\n"
-        errors = child.stderr.read()
-        code = child.wait()
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            for line in child.stdout:
+                if line == "ready\n" and after is not None:
+                    timer = threading.Timer(after, os.kill, (child.pid, signal.SIGKILL))
+                    timer.start()
+                elif line.startswith("committed "):
+                    safe = max(safe, int(line.split()[1]))
+                done = done or line == "done\n"
+            errors = child.stderr.read()
         if timer is not None:
             timer.cancel()
-        assert code in (0, -signal.SIGKILL), errors
+        assert child.returncode in (0, -signal.SIGKILL), errors
         return safe, done
 
     def store_command(self, *arguments: str, after: float) -> None:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "swapkv_jax.store", "--store-dir", str(self.store), *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+        command = [sys.executable, "-m", "swapkv_jax.store", "--store-dir", str(self.store), *arguments]
         try:
-            _, errors = child.communicate(timeout=after)
-            assert child.returncode == 0, errors
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.communicate()
+            done = subprocess.run(command, capture_output=True, timeout=after, check=False)
+            assert done.returncode == 0, done.stderr
+        except subprocess.TimeoutExpired:  # and it has been killed
             with self.lock:
                 self.kills[arguments[0]] += 1
 
@@ -92,8 +85,9 @@ class Victims:
                 for layer, (k, v) in enumerate(truth.kv):
                     if session.stored:
                         ours_k, ours_v = session.kv(layer)
-                        assert np.array_equal(ours_k, k[:, :, : session.stored])
-                        assert np.array_equal(ours_v, v[:, : session.stored])
+                        # Not to the bit: a prompt's last token may have been computed again, by a decode step.
+                        assert np.allclose(ours_k, k[:, :, : session.stored], atol=1e-4)
+                        assert np.allclose(ours_v, v[:, : session.stored], atol=1e-4)
         finally:
             with_store.close()
 
