@@ -18,7 +18,7 @@ from swapkv_jax.planner.costs import DiskModel
 from swapkv_jax.prefilled import Prefilled
 from swapkv_jax.tiers import Syscalls
 from swapkv_jax.tuner.step_time import HostWork, step_time
-from swapkv_jax.tuner.timing import GraphModel
+from swapkv_jax.tuner.timing import QUIET, GraphModel
 
 WARM_UP = 4  # steps in which slots fill up
 
@@ -41,8 +41,8 @@ def run_steps(
     store_dir: Path,
     syscalls: Syscalls | None = None,
 ) -> Steps:
-    """Decodes `following` under a plan of policy `group`. A step's time is the lower quartile after the first few:
-    whatever else runs can only make it slower.
+    """Decodes `following` under a plan of policy `group`. A step's time is a low percentile of those after the first
+    few: whatever else runs can only make one slower.
 
     What the engine stores in `store_dir` is gone afterwards.
     """
@@ -61,7 +61,7 @@ def run_steps(
             pass
         read = engine.use.groups_read - before
         return Steps(
-            seconds=float(np.percentile(generation.step_s[WARM_UP:], 25)),
+            seconds=float(np.percentile(generation.step_s[WARM_UP:], QUIET)),
             misses=read / (count - 1 - WARM_UP) / plan.layers,
         )
 

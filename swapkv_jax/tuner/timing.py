@@ -18,7 +18,7 @@ from swapkv_jax.staging import put
 _MORE_THAN_CACHES = 192 << 20
 _COPIES = 12
 _PASSES = 8
-_QUIET = 10  # percent
+QUIET = 10  # percent
 
 
 def time_graph(spec: GraphSpec) -> float:
@@ -51,7 +51,7 @@ def time_graph(spec: GraphSpec) -> float:
         return times
 
     one_pass()
-    return float(np.percentile([seconds for _ in range(_PASSES) for seconds in one_pass()], _QUIET))
+    return float(np.percentile([seconds for _ in range(_PASSES) for seconds in one_pass()], QUIET))
 
 
 @dataclass(frozen=True, kw_only=True)
