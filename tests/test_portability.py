@@ -414,6 +414,24 @@ def test_the_page(run: Run, tmp_path: Path, tools: Callable[[str], ModuleType]) 
         assert "* v5e: skipped (install extra aot-tpu)" in text
 
 
+def test_the_page_that_is_kept(tools: Callable[[str], ModuleType]) -> None:
+    """It is of the form that the tool writes today, and says that everything passed that must."""
+    text = (TOOLS / "portability.md").read_text()
+    markdown, models = tools("portability_markdown"), tools("portability_models")
+    assert markdown.COMMAND in text
+    header = "| target | " + " | ".join(name for name, _ in markdown.COLUMNS) + " | |"
+    assert text.count(header) == len(models.MODELS)
+    assert "FAILED" not in text
+    sections = text.split("## ")
+    for model in models.MODELS:
+        (section,) = (section for section in sections if section.startswith(f"{model},"))
+        for target in ("v5e", "v5p", "v6e", "h100"):
+            rows = [line for line in section.splitlines() if line.startswith(f"| {target} |")]
+            plans = [line.split(" | ")[1].partition(",")[0] for line in rows]
+            assert plans == list(models.DEFAULT_PLANS), (model, target)
+            assert all(" passed" in row or " too large" in row for row in rows), (model, target)
+
+
 # ---- where the extras are installed ----------------------------------------------------------------------
 
 ALIGNED = {  # sizes that fill a TPU's tiles, and a cache that arriving records are little beside
