@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, say: Talk) -> PlanFile:
     result = PlanFile(
         status="predicted",
         model=model.name,
-        device=_device(profile.name if profile else None),
+        device=_device(),
         predicted=promised(tuner, found.choice, args.storage_profile or here.identity),
         note=f"tuned on {len(found.measured)} choices in {time.perf_counter() - started:.0f} s",
         plan=plan,
@@ -177,8 +177,8 @@ def _told(say: Talk) -> Any:
     return told
 
 
-def _device(profile: str | None) -> str:
-    """The described device at hand; with the paper's storage, the paper's devices are meant."""
+def _device() -> str:
+    """The name of the device at hand, on which everything was timed."""
     described = device_of_kind(jax.devices()[0].device_kind)
     return described.name if described is not None else jax.default_backend()
 
@@ -223,7 +223,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="for whole rows in DRAM, beside that (default: none)",
     )
-    add("--loss", type=_bound, default=0.05, metavar="NATS", help="most divergence per token (default 0.05)")
+    add(
+        "--loss",
+        type=_bound,
+        default=0.05,
+        metavar="NATS",
+        help="most divergence per token from attending everything, on the texts given (default 0.05)",
+    )
     add("--storage-profile", choices=tuple(PROFILES), help="plan for this disk instead of the store's")
     add(
         "--groups", type=counts, default=[2, 4, 8, 16], metavar="G[,G]", help="group sizes (default 2,4,8,16)"
