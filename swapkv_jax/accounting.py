@@ -12,6 +12,7 @@ from swapkv_jax.engine import Engine
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Plan
+from swapkv_jax.strategies.sizes import stores_keys
 
 
 class DeviceBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,10 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         ids = buffers["no_ids"]
         segment = program.group.segment.memory.arguments - layer_weights - shared - ids
         predict = program.group.predict.memory.arguments - layer_weights - shared
-        predict -= buffers.get("adapter.0", 0) + buffers["summary.0"]
+        summary = sum(
+            size for name, size in buffers.items() if name.startswith("summary") and name.endswith(".0")
+        )
+        predict -= buffers.get("adapter.0", 0) + summary
         compiled += ids + plan.layers * (
             segment + predict - (ids if selection_of(plan).lookahead == "step" else 0)
         )
@@ -65,8 +69,10 @@ def device_bytes(engine: Engine) -> DeviceBytes:
             pools = sum(
                 size for name, size in buffers.items() if name in ("pool.k.0", "pool.v.0", "pool.kv.0")
             )
-            places = 2 * most * np.dtype(np.int32).itemsize
-            compiled += (plan.staging_slots or 0) * (load.memory.arguments - pools - places)
+            keyed = stores_keys(selection_of(plan))
+            places = (2 if keyed else 3) * most * np.dtype(np.int32).itemsize
+            known = pools + places + (0 if keyed else summary)
+            compiled += (plan.staging_slots or 0) * (load.memory.arguments - known)
     elif plan.transport == "in_graph":
         segment = program.segments[plan.layers].memory.arguments
         compiled += segment - plan.layers * layer_weights - shared

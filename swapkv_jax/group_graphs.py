@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,17 +23,16 @@ from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import slot_layout
-from swapkv_jax.strategies.base import Strategy
-from swapkv_jax.strategies.named import strategy_of
-from swapkv_jax.strategies.sizes import has_adapter, summary_width
+from swapkv_jax.strategies.named import shadowkv_of, strategy_of
+from swapkv_jax.strategies.sizes import Part, has_adapter, stores_keys, summary_parts
 
 
 @dataclass(frozen=True)
 class GroupGraphs:
     """One layer's graphs; every layer runs through the same ones.
 
-    `load[n]`: see `load_groups`. `summarise`: see `summarise_row`. `predict`, `segment`: see `group_predict`
-    and `group_segment`.
+    `load[n]`: see `load_groups`. `summarise`: see `group_summarise`. `predict`, `segment`: see
+    `group_predict` and `group_segment`.
     """
 
     load: dict[int, Graph]
@@ -57,8 +55,11 @@ def compile_group_graphs(
     pool, rolling = (
         tuple(Shape(shape, dtype) for shape in shapes) for shapes in (plan.pool_shapes, plan.rolling_shapes)
     )
-    width = summary_width(choice, plan.kv_heads, plan.head_dim)
-    summary = Shape((b, plan.summary_places, width), jnp.dtype(choice.summary_dtype))
+    keyed = stores_keys(choice)
+    parts = summary_parts(plan)
+    summary = (
+        {name: _shape(part) for name, part in parts.items()} if isinstance(parts, dict) else _shape(parts)
+    )
     adapter = Shape((plan.kv_heads * plan.head_dim, choice.rank), jnp.float32) if has_adapter(choice) else ()
     ids = Shape((b, choice.selected_groups), jnp.int32)
     x, lengths, scalar = Shape((b, geometry.hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
@@ -72,16 +73,16 @@ def compile_group_graphs(
         places = Shape((n,), jnp.int32)
         load[n] = make(
             "load",
-            load_groups(plan),
-            [pool, Shape((n, values), dtype), places, places],
+            load_groups(plan, block),
+            [pool, Shape((n, values), dtype), places, places, *([] if keyed else [places, summary])],
             (0,),
         )
     return GroupGraphs(
         load=load,
         summarise=make(
             "summarise",
-            partial(summarise_row, strategy=strategy_of(plan)),
-            [summary, adapter, k_row, scalar],
+            group_summarise(plan, block),
+            [summary, adapter, k_row, scalar, *([] if keyed else [scalar])],
             (0,),
         ),
         predict=make(
@@ -99,40 +100,32 @@ def compile_group_graphs(
     )
 
 
-def summarise_row(
-    summary: Float[Array, "B P w"],
-    adapter: Any,
-    k: Float[Array, "1 Hkv D S"],
-    row: Int[Array, ""],
-    *,
-    strategy: Strategy,
-) -> Float[Array, "B P w"]:
-    """The summary with a prefilled row's keys in it."""
-    zero = jnp.zeros((), jnp.int32)
-    return _write(summary, strategy.summarise(k, adapter), (row, zero, zero))
+def group_summarise(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
+    """The summary with a prefilled row's keys in it: (summary, adapter, k, row) → summary. See `Strategy.fill`."""
+    strategy = strategy_of(plan, block)
+
+    def summarise_row(summary, adapter, k, row, *length):
+        return strategy.fill(summary, adapter, k, row, *length)
+
+    return summarise_row
 
 
-def _write(summary: jax.Array, values: jax.Array, where: tuple[jax.Array, ...]) -> jax.Array:
-    """Writes into the summary in place. Two bytes are written as bits on a CPU: its XLA has no arithmetic of 16 bits
-    and converted the whole summary to float32 and back for a write of bfloat16 (80 times slower). A TPU's would copy
-    the whole summary to see it as bits, and back (a sixth to a quarter of a segment, by its own estimate)."""
-    values = values.astype(summary.dtype)
-
-    def plain(summary: jax.Array, values: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(summary, values, where)
-
-    def as_bits(summary: jax.Array, values: jax.Array) -> jax.Array:
-        bits, new = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (summary, values))
-        return jax.lax.bitcast_convert_type(plain(bits, new), summary.dtype)
-
-    if summary.dtype.itemsize != 2:
-        return plain(summary, values)
-    return jax.lax.platform_dependent(summary, values, cpu=as_bits, default=plain)
+def _shape(part: Part) -> jax.ShapeDtypeStruct:
+    return Shape(part.shape, jnp.dtype(part.dtype))
 
 
-def load_groups(plan: Plan) -> Callable[..., Any]:
-    """Records into slots: (pool, records, rows, slots) → pool, fence. See `SlotLayout.load`."""
-    return slot_layout(plan).load
+def load_groups(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
+    """Records into slots: (pool, records, rows, slots) → pool, fence. See `SlotLayout.load`. Where records have no
+    keys the graph also takes their groups and the summary, which makes them."""
+    layout = slot_layout(plan)
+    if stores_keys(selection_of(plan)):
+        return layout.load
+    strategy = shadowkv_of(plan, block)
+
+    def load(pool, records, rows, slots, groups, summary):
+        return layout.load(pool, strategy.whole_records(records, rows, groups, summary), rows, slots)
+
+    return load
 
 
 def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) -> Callable[..., Any]:
@@ -146,7 +139,7 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
       interpret: interprets the plan's attention kernel, for tests off its platform.
     """
     selects = selection_of(plan).lookahead == "step"
-    layout, strategy = slot_layout(plan, interpret), strategy_of(plan)
+    layout, strategy = slot_layout(plan, interpret), strategy_of(plan, block)
 
     def segment(params: Params, adapter, x, pool, used, lengths, after, rolling, summary, *ids):
         del after, ids  # given for their order and memory alone
@@ -156,14 +149,10 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
         x = block.finish(params, x, layout.attend(q, pool, used, rolling, newest))
         # The write comes before the read, so that XLA can do it in place.
         keys = None if plan.place_tokens == 1 else layout.keys(rolling)
-        place = strategy.place(k_new, keys, adapter)  # [B, 1, w]
-        zero = jnp.zeros((), jnp.int32)
-        for row in range(place.shape[0]):
-            at = (jnp.asarray(row, jnp.int32), lengths[row] // plan.place_tokens, zero)
-            summary = _write(summary, place[row][None], at)
+        summary = strategy.advance(summary, adapter, k_new, keys, lengths)
         if not selects:
             return x, rolling, summary
-        ids = _select(plan, q, adapter, summary, lengths + 1)
+        ids = _select(plan, block, q, adapter, summary, lengths + 1)
         return x, rolling, summary, ids
 
     return segment
@@ -179,7 +168,7 @@ def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
     def predict(params: Params, queries, adapter, x, summary, lengths, ids):
         del ids  # given for their memory alone
         q = block.queries(params, queries, x, lengths, lengths + 1)
-        return _select(plan, q, adapter, summary, lengths)
+        return _select(plan, block, q, adapter, summary, lengths)
 
     return predict
 
@@ -192,11 +181,12 @@ def selection_of(plan: Plan) -> Selection:
 
 def _select(
     plan: Plan,
+    block: BlockFunctions,
     q: Float[Array, "B Hkv R D"],
     adapter: Any,
-    summary: Float[Array, "B P w"],
+    summary: Any,
     lengths: Int[Array, " B"],
 ) -> Int[Array, "B M"]:
     choice, g = selection_of(plan), plan.group_tokens
-    scores = strategy_of(plan).score(q, adapter, summary, lengths)
+    scores = strategy_of(plan, block).score(q, adapter, summary, lengths)
     return select(scores, lengths // g, choice.selected_groups, choice.sink_groups, choice.recent_groups)

@@ -18,6 +18,7 @@ from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan_buffers import ITEMSIZE, Buffer, plan_buffers
 from swapkv_jax.plan_checks import check_plan
 from swapkv_jax.selection import Selection
+from swapkv_jax.strategies.sizes import stores_keys
 from swapkv_jax.tiers.direct_io import PAGE
 from swapkv_jax.tiers.record import record_stride
 
@@ -130,8 +131,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of K and V in one (layer, group) record."""
-        return 2 * self.kv_heads * self.head_dim * self.group_tokens * self.itemsize
+        """Bytes of K and V in one (layer, group) record, or of V alone where the strategy makes keys itself."""
+        return self._record_sides * self._side_bytes
+
+    @property
+    def _side_bytes(self) -> int:
+        return self.kv_heads * self.head_dim * self.group_tokens * self.itemsize
+
+    @property
+    def _record_sides(self) -> int:
+        return 2 if self.selection is None or stores_keys(self.selection) else 1
+
+    @property
+    def key_heads(self) -> int:
+        """KV heads that a record has keys of: all, or none."""
+        return self.kv_heads if self._record_sides == 2 else 0
+
+    @property
+    def rolling_bytes(self) -> int:
+        """Bytes of the newest tokens of a row and layer in host memory: a record's, and no less than K and V."""
+        return max(self.stride_bytes, 2 * self._side_bytes)
 
     @property
     def stride_bytes(self) -> int:

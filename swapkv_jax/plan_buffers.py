@@ -10,7 +10,7 @@ import msgspec
 
 from swapkv_jax.attention_choice import query_columns
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.strategies.sizes import has_adapter, summary_width
+from swapkv_jax.strategies.sizes import has_adapter, summary_parts
 from swapkv_jax.tiers import planned_file_bytes
 
 if TYPE_CHECKING:
@@ -92,12 +92,14 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     s, b, dt = plan.selection, plan.batch, plan.dtype
     assert s is not None
     parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
-    summary = (b, plan.summary_places, summary_width(s, plan.kv_heads, plan.head_dim))
+    summary = summary_parts(plan)
     for i in range(plan.layers):
         for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
             yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
             yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
-        yield Buffer(name=f"summary.{i}", shape=summary, dtype=s.summary_dtype, tier="device")
+        for name, part in summary.items() if isinstance(summary, dict) else [("", summary)]:
+            where = f"summary.{name}.{i}" if name else f"summary.{i}"
+            yield Buffer(name=where, shape=part.shape, dtype=part.dtype, tier="device")
         yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
         queries = (g.hidden, query_columns(plan.attention, g.heads * g.head_dim))
@@ -128,7 +130,7 @@ def _staging(plan: Plan, records: int) -> Iterator[Buffer]:
 
 
 def _record_buffers(plan: Plan) -> Iterator[Buffer]:
-    rolling = (plan.layers, plan.batch, plan.stride_bytes // plan.itemsize)
+    rolling = (plan.layers, plan.batch, plan.rolling_bytes // plan.itemsize)
     yield Buffer(name="rolling", shape=rolling, dtype=plan.dtype, tier="dram")
     file_bytes = planned_file_bytes(plan.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
     for row in range(plan.batch):

@@ -91,7 +91,7 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
     if plan.selection is None:
         raise PlanError("policy group needs a selection (selected_groups, reuse_slots, rank)")
     plan.selection.validate(plan.kv_heads * plan.head_dim)
-    check_strategy(plan.selection, plan.kv_heads, plan.head_dim)
+    check_strategy(plan.selection, geometry)
     unserved = refusal(
         plan.attention,
         kv_heads=plan.kv_heads,

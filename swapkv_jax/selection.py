@@ -14,7 +14,7 @@ Replacement = Literal["fifo", "lru"]
 Summary = Literal["token", "group"]
 SummaryDType = Literal["float32", "bfloat16", "float16"]
 Attended = Literal["selected", "kept"]
-StrategyName = Literal["kvswap", "quest", "loki", "infinigen"]
+StrategyName = Literal["kvswap", "quest", "loki", "infinigen", "shadowkv"]
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +39,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
       strategy: what is summarised and how it is scored, see `strategies`; unset is `kvswap`, to which the above
         applies as it stands. `strategy_name` reads it.
+      outlier_groups: groups of a prompt that are always selected and keep exact keys (shadowkv, which needs it).
     """
 
     selected_groups: int
@@ -55,6 +56,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refresh: tuple[int, ...] = ()
     load_buckets: tuple[int, ...] = (8, 16, 32, 64, 96, 128)
     strategy: StrategyName | msgspec.UnsetType = msgspec.UNSET
+    outlier_groups: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.strategy == "kvswap":  # one form for one choice: plans of one meaning have one hash

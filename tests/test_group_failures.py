@@ -358,8 +358,8 @@ def slow_graphs(consumer: str, rounds: int, plan: Plan, geometry: Geometry) -> G
     reads the slots, which of them are in use, and the rolling buffer."""
     load_groups, group_segment = group_graphs.load_groups, group_graphs.group_segment
 
-    def load_of(plan: Plan) -> Any:
-        load = load_groups(plan)
+    def load_of(*arguments: Any) -> Any:
+        load = load_groups(*arguments)
         return lambda pool, records, *where: load(pool, late(records, rounds), *where)
 
     def segment_of(*arguments: Any) -> Any:

@@ -11,8 +11,8 @@ from engines import geometry
 
 from swapkv_jax import make_plan
 from swapkv_jax.attention_choice import Attention
-from swapkv_jax.group_graphs import load_groups
 from swapkv_jax.selection import Selection
+from swapkv_jax.slot_layouts import slot_layout
 from swapkv_jax.writes import append_tokens, fill_layer, fill_records
 
 HEADS, TOKENS, ROWS, RECORDS = 2, 4, 3, 5
@@ -47,7 +47,7 @@ def test_groups_into_slots(attention: Attention, monkeypatch: pytest.MonkeyPatch
     records = rng.standard_normal((RECORDS, plan.stride_bytes // 4), np.float32)
     rows = np.array([0, 0, 1, 2, 2], np.int32)
     slots = np.array([6, 1, 1, 0, 5], np.int32)
-    looped, at_once = both_ways(load_groups(plan), [pool, records, rows, slots], monkeypatch)
+    looped, at_once = both_ways(slot_layout(plan).load, [pool, records, rows, slots], monkeypatch)
     for one, other in zip(looped, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
     heads, dim, size = model.kv_heads, model.head_dim, plan.payload_bytes // 8

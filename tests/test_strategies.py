@@ -10,6 +10,7 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from engines import geometry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.calibration import default_text, encode
 from swapkv_jax.models import Model
 from swapkv_jax.models.blocks import query_weights, split_block
+from swapkv_jax.models.geometry import RopeScaling
 from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
 from swapkv_jax.staging import host_view
@@ -25,9 +27,10 @@ from swapkv_jax.strategies.adapters import directions, plan_adapter
 from swapkv_jax.strategies.calibrate import queries_and_keys
 from swapkv_jax.strategies.infinigen import infinigen_directions
 from swapkv_jax.strategies.loki import loki_directions
-from swapkv_jax.strategies.named import strategy_of
-from swapkv_jax.strategies.sizes import check_strategy, summary_width
+from swapkv_jax.strategies.named import shadowkv_of, strategy_of
+from swapkv_jax.strategies.sizes import Part, check_strategy, summary_parts
 
+NO_BLOCK: Any = None  # of no use to strategies of places
 EXAMPLES = settings(deadline=None, max_examples=5)
 
 
@@ -51,7 +54,7 @@ def plan_of(
 
 def compiled(plan: Plan) -> Any:
     """The plan's strategy, each function as one graph: a third of what its operations take to compile one by one."""
-    strategy = strategy_of(plan)
+    strategy = strategy_of(plan, NO_BLOCK)
     names = ("summarise", "place", "score")
     return SimpleNamespace(**{name: jax.jit(getattr(strategy, name)) for name in names})
 
@@ -129,11 +132,7 @@ def test_quest_bounds_the_keys_of_a_group(
     by_group = k.reshape(*k.shape[:3], groups, group_tokens)
     least, largest = by_group.min(-1), by_group.max(-1)  # [B, Hkv, D, N]
     summary = np.concatenate([strategy.summarise(row[None], ()) for row in k])
-    assert summary.shape == (
-        case["batch"],
-        groups,
-        summary_width(choice, case["kv_heads"], case["head_dim"]),
-    )
+    assert summary_parts(plan) == Part(summary.shape, choice.summary_dtype)
     np.testing.assert_array_equal(
         summary.reshape(case["batch"], groups, case["kv_heads"], 2, case["head_dim"]),
         np.stack([least, largest], axis=2).transpose(0, 4, 1, 2, 3),
@@ -197,7 +196,7 @@ def test_single_tokens_are_scored_by_a_few_directions_of_each_head(
 
     coordinates = np.einsum("bkds,kdr->bskr", k, basis)
     summary = np.concatenate([strategy.summarise(row[None], adapter) for row in k])
-    assert summary.shape == (case["batch"], plan.capacity, summary_width(choice, kv_heads, head_dim))
+    assert summary_parts(plan) == Part(summary.shape, choice.summary_dtype)
     np.testing.assert_allclose(summary, coordinates.reshape(summary.shape), atol=1e-5)
     np.testing.assert_allclose(strategy.place(k[..., -1], None, adapter)[:, 0], summary[:, -1], atol=1e-5)
 
@@ -311,11 +310,126 @@ def test_an_adapter_of_heads_is_kept(deep: Model, tmp_path: Path, monkeypatch: p
         directions(plans["infinigen"], None)
 
 
+# ---- shadowkv ------------------------------------------------------------------------------------------
+
+
+def turned(keys: np.ndarray, positions: np.ndarray, by: int) -> np.ndarray:
+    """RoPE put into (`by` 1) or taken out of (-1) keys [n, Hkv, D]."""
+    half = keys.shape[2] // 2
+    angles = by * positions[:, None] / 1e4 ** (np.arange(half) / half)
+    pairs = (keys[..., :half] + 1j * keys[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def cosine_of_the_worst(k: np.ndarray) -> np.ndarray:
+    """[N] of keys [Hkv, D, N, G]: of each group's tokens with their mean, the heads' mean of the least."""
+    mean = k.mean(axis=3, keepdims=True)
+    cosine = (k * mean).sum(axis=1) / np.linalg.norm(k, axis=1) / np.linalg.norm(mean, axis=1)
+    return cosine.min(axis=2).mean(axis=0)
+
+
+@pytest.mark.parametrize("aggregate", ["softmax", pytest.param("sum", marks=pytest.mark.slow)])
+@settings(deadline=None, max_examples=3)
+@given(case=cases(), group_tokens=st.integers(1, 4), groups=st.integers(2, 9), data=st.data())
+def test_shadowkv_makes_keys_of_a_prompts_factors(
+    aggregate: Any, case: dict[str, Any], group_tokens: int, groups: int, data: st.DataObject
+) -> None:
+    sizes = {name: case[name] for name in ("batch", "kv_heads", "head_dim")}
+    size, rows = case["kv_heads"] * case["head_dim"], range(case["batch"])
+    rank, outliers = data.draw(st.integers(1, size)), data.draw(st.integers(0, 2))
+    choice = Selection(
+        strategy="shadowkv",
+        selected_groups=outliers + 5,
+        reuse_slots=outliers + 5,
+        rank=rank,
+        sink_groups=0,
+        recent_groups=1,
+        aggregate=aggregate,
+        summary_dtype="float32",
+        outlier_groups=outliers,
+    )
+    g = geometry(
+        layers=1,
+        heads=case["kv_heads"] * case["repeat"],
+        kv_heads=case["kv_heads"],
+        head_dim=case["head_dim"],
+    )
+    plan = plan_of(choice, group_tokens=group_tokens, groups=groups, **sizes)
+    plan.validate(g)
+    assert plan.payload_bytes == size * group_tokens * 4  # values alone
+    strategy = shadowkv_of(plan, split_block(g, "float32"))
+    k, q, lengths = draw_keys(case, plan.capacity)
+    lengths = np.minimum(lengths, plan.capacity - 1)
+    parts = summary_parts(plan)
+    assert isinstance(parts, dict)
+    summary: Any = {name: np.full(part.shape, -1, part.dtype) for name, part in parts.items()}
+    fill, keys_of = jax.jit(strategy.fill), jax.jit(strategy.keys)
+    for row in rows:
+        beyond = np.where(np.arange(plan.capacity) < lengths[row], k[row], np.nan)  # takes no part
+        summary = fill(summary, (), beyond[None], np.int32(row), lengths[row])
+    assert {name: Part(a.shape, str(a.dtype)) for name, a in summary.items()} == parts
+
+    by_group = k.reshape(*k.shape[:3], groups, group_tokens)
+    expected = np.full((case["batch"], groups), -np.inf)
+    for row in rows:
+        complete = int(lengths[row]) // group_tokens
+        landmarks = by_group[row, :, :, :complete].mean(axis=-1)  # [Hkv, D, N]
+        np.testing.assert_allclose(
+            summary["landmarks"][row, :complete], landmarks.reshape(size, -1).T, atol=1e-5
+        )
+        logits = np.einsum("krd,kdn->krn", q[row], landmarks).reshape(g.heads, complete)
+        expected[row, :complete] = put_together(logits, complete, aggregate, case["head_dim"] ** -0.5)
+        worst = np.argsort(cosine_of_the_worst(by_group[row])[: max(0, complete - 1)])[:outliers]
+        exact = {*worst.tolist(), *([complete - 1] if complete else [])}
+        assert {i for i in np.asarray(summary["exact_ids"][row]).tolist() if i >= 0} == exact
+        expected[row, np.array([*exact], int)] = 1e30
+
+        positions = np.arange(lengths[row])
+        before = turned(k[row, :, :, : lengths[row]].transpose(2, 0, 1), positions, -1).reshape(-1, size)
+        left, values, right = np.linalg.svd(before, full_matrices=False)
+        low = (left[:, :rank] * values[:rank]) @ right[:rank]
+        made = turned(low.reshape(-1, case["kv_heads"], case["head_dim"]), positions, 1).transpose(1, 2, 0)
+        keys = keys_of(summary, np.full(groups, row, np.int32), np.arange(groups, dtype=np.int32))
+        for group in range(complete):
+            source = k[row] if group in exact else made
+            tokens = source[:, :, group * group_tokens : (group + 1) * group_tokens]
+            np.testing.assert_allclose(keys[group], tokens, atol=2e-3)
+    check_scores(jax.jit(strategy.score)(q, (), summary, lengths), expected, lengths, plan)
+
+    newest = case["rng"].standard_normal((*k.shape[:3],)).astype(np.float32)
+    rolling = np.zeros((case["batch"], case["kv_heads"], group_tokens, case["head_dim"]), np.float32)
+    for row, length in enumerate(lengths.tolist()):
+        first = length // group_tokens * group_tokens
+        rolling[row, :, : length - first] = k[row, :, :, first:length].swapaxes(1, 2)
+        rolling[row, :, length - first] = newest[row]
+    after: Any = jax.jit(strategy.advance)(summary, (), newest, rolling, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        group = length // group_tokens
+        before = turned(newest[row][None], np.array([length]), -1).reshape(-1)
+        np.testing.assert_allclose(
+            after["coordinates"][row, length], before @ np.asarray(after["basis"][row]), atol=1e-4
+        )
+        np.testing.assert_allclose(
+            after["landmarks"][row, group].reshape(newest.shape[1:]), rolling[row].mean(axis=1), atol=1e-5
+        )
+        kept = keys_of(after, np.full(groups, row, np.int32), np.full(groups, group, np.int32))[0]
+        np.testing.assert_array_equal(kept, rolling[row].swapaxes(1, 2))
+        np.testing.assert_array_equal(
+            after["coordinates"][row, :length], summary["coordinates"][row, :length]
+        )
+
+
 # ---- what cannot work ----------------------------------------------------------------------------------
 
 
 def selection(**fields: Any) -> Selection:
     return Selection(**{"selected_groups": 10, "reuse_slots": 10, "rank": 8, **fields})
+
+
+def test_shadowkv_refuses_rotations_that_cannot_be_taken_back() -> None:
+    dynamic = geometry(rope_scaling=RopeScaling(kind="dynamic", factor=2.0, original_max_positions=128))
+    with pytest.raises(PlanError, match="which dynamic scaling rotates"):
+        check_strategy(selection(strategy="shadowkv", outlier_groups=0, recent_groups=1), dynamic)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +439,18 @@ def selection(**fields: Any) -> Selection:
         ({"strategy": "quest", "rank": 32, "summary": "token"}, "summary must be group"),
         ({"strategy": "loki"}, "summary must be token, not group"),
         ({"strategy": "infinigen", "summary": "token", "rank": 17}, "per KV head, of D = 16"),
+        ({"strategy": "shadowkv"}, "needs outlier_groups"),
+        ({"strategy": "shadowkv", "outlier_groups": 1, "summary": "token"}, "summary must be group"),
+        (
+            {"strategy": "shadowkv", "outlier_groups": 1, "recent_groups": 5},
+            "use selected_groups of at least 12",
+        ),
+        ({"outlier_groups": 1}, "belongs to strategy shadowkv, not kvswap"),
     ],
 )
 def test_choices_that_a_strategy_does_not_have(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        check_strategy(selection(**fields), 2, 16)
+        check_strategy(selection(**fields), geometry())
 
 
 def test_a_plan_without_a_strategy_is_one_of_kvswap() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import CONTEXT, GROUP, Decoded, assert_same, decode, prompts_of, resident_plan
+from msgspec.structs import replace
 
 from swapkv_jax import Engine, Plan, make_plan
 from swapkv_jax.accounting import device_bytes, kv_bytes
@@ -16,6 +17,7 @@ from swapkv_jax.cache.group import GroupCache
 from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.calibration import default_text
 from swapkv_jax.models import Model
+from swapkv_jax.models.blocks import split_block
 from swapkv_jax.selection import Selection
 from swapkv_jax.staging import fetch, host_view
 from swapkv_jax.strategies.adapters import directions
@@ -31,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "quest": {"group_tokens": GROUP, "rank": 32},
     "loki": {"group_tokens": 1, "rank": 8, "summary": "token"},
     "infinigen": {"group_tokens": 1, "rank": 8, "summary": "token"},
+    "shadowkv": {"group_tokens": GROUP, "rank": 32, "outlier_groups": 2},
 }
 
 
@@ -63,7 +66,7 @@ def plan_of(model: Model, name: str, selected: int | None = None, **fields: Any)
 
 
 def adapter_of(model: Model, name: str) -> Adapter | None:
-    if name == "quest":
+    if name in ("quest", "shadowkv"):
         return None
     return calibrate_heads(model, default_text()[:2000], strategy=name, window=100)  # type: ignore[arg-type]
 
@@ -73,8 +76,10 @@ def adapter_of(model: Model, name: str) -> Adapter | None:
     [
         ("quest", "step"),
         pytest.param("quest", "layer", marks=pytest.mark.slow),
-        ("loki", "step"),
+        pytest.param("loki", "step", marks=pytest.mark.slow),
         ("infinigen", "layer"),
+        ("shadowkv", "layer"),
+        pytest.param("shadowkv", "step", marks=pytest.mark.slow),
     ],
 )
 def test_all_groups_selected_is_resident(
@@ -99,7 +104,9 @@ def test_all_groups_selected_is_resident(
         assert isinstance(cache, GroupCache)
         summaries = [fetch(part) for part in cache._summary]
     adapters = directions(plan, adapter)
-    strategy: Any = strategy_of(plan)
+    if name == "shadowkv":
+        return  # its summary has a test of its own
+    strategy: Any = strategy_of(plan, split_block(deep.geometry, deep.dtype))
     for keys, written, vectors in zip(reference[1], summaries, adapters, strict=True):
         for row, length in enumerate(LENGTHS):
             places = (length + NEW - 1) // plan.place_tokens  # the last token's keys are not computed
@@ -107,12 +114,18 @@ def test_all_groups_selected_is_resident(
             np.testing.assert_allclose(written[row, :places], expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["quest", pytest.param("loki", marks=pytest.mark.slow), "infinigen"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("quest", "loki", "infinigen")] + ["shadowkv"],
+)
 def test_few_groups_selected(deep: Model, tmp_path: Path, name: str) -> None:
     """What a strategy selects is read and attended, without a word from another."""
     plan = plan_of(deep, name, 5)
+    plan = replace(plan, transport="copy" if name == "shadowkv" else "alias")  # keys are made either way
     with Engine(deep, plan, store_dir=tmp_path, adapter=adapter_of(deep, name)) as engine:
         decoded = decode(engine, prompts_of(*LENGTHS), NEW)
         assert np.isfinite(decoded.logits).all()
         assert decoded.compiles == 0
         assert 0 < engine.use.groups_read < engine.use.groups_selected
+        device = device_bytes(engine)
+        assert device.planned == device.compiled

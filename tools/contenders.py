@@ -189,6 +189,7 @@ class OurEngine:
         plan, use = self._plan, self._engine.use
         held = kv_bytes(plan, self._geometry)
         is_group = plan.policy == "group"
+        kv_size = plan.kv_heads * plan.head_dim * plan.group_tokens * plan.itemsize
         return {
             "name": self._name,
             "policy": plan.policy,
@@ -200,6 +201,7 @@ class OurEngine:
             "kv_bytes": held,
             "memory_fraction": (held["device"] + held["dram"]) / plan.full_kv_bytes,
             "record_bytes": plan.payload_bytes if is_group else None,
+            "group_bytes": 2 * kv_size if is_group else None,
             "summary_bytes": use.summary_bytes if is_group else None,
             "scan_s": scan_seconds(self._engine) if is_group else None,
             "compiles_during_decode": self._generation.compiles_during_decode,
@@ -257,6 +259,7 @@ class PeerDecode:
             "kv_bytes": {"device": self._decode.kv_bytes, "dram": 0, "disk": 0},
             "memory_fraction": None,
             "record_bytes": None,
+            "group_bytes": None,
             "summary_bytes": None,
             "scan_s": None,
             "compiles_during_decode": None,

@@ -18,15 +18,21 @@ from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.models import Geometry
 from swapkv_jax.planner import CacheChoice, TierChoice, load_buckets
 from swapkv_jax.selection import Selection
-from swapkv_jax.strategies.sizes import summary_width
+from swapkv_jax.strategies.sizes import pinned_groups
 
-BASELINES = ("quest", "loki", "infinigen")
+BASELINES = ("quest", "loki", "infinigen", "shadowkv")
 SELECTIVE = ("group", *BASELINES)
 POLICIES = ("resident", "layer", "flexgen", *SELECTIVE)  # flexgen: all layers streamed from disk
 
 TOKENS = 400  # selected per layer, row and step: the KVSwap paper's M·G, for every system
 SECTOR = 512  # bytes: records of single tokens, as they are, would half fill a page
 _SHAPE = {"group_tokens": int, "record_alignment": int}
+_GROUP_TOKENS = {"quest": 16, "shadowkv": 8}
+_LOW_RANK, _OUTLIERS, _LOCAL = (
+    160 / 1024,
+    48 / 4096,
+    4,
+)  # ShadowKV's: of a key's numbers, of all groups, groups
 _LEAST_RANK = 4
 _LARGEST_GROUP = 256
 
@@ -70,6 +76,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     hints = {**get_type_hints(Selection), **_SHAPE}
     del hints["strategy"]
+    hints["outlier_groups"] = int  # unset but for shadowkv
     found: dict[str, dict[str, Any]] = {}
     for setting in settings:
         where, equals, value = setting.partition("=")
@@ -111,28 +118,37 @@ def policy_plan(
         if name == "flexgen":
             return make_plan(geometry, cache="layer", tier="disk", **request)
         return make_plan(geometry, cache=cast(CacheChoice, name), tier=tier, **request)
-    known = {} if name == "group" else published(geometry, name, given, request.get("batch", 1))
+    known = {}
+    if name != "group":
+        context = request.get("max_context", geometry.context_limit)
+        known = published(geometry, name, given, batch=request.get("batch", 1), context=context)
     plan = make_plan(geometry, cache="group", tier=tier, **plan_choices({**known, **given}), **request)
     return plan if memory is None else sized(plan, geometry, memory, fixed=given)
 
 
-def published(geometry: Geometry, name: str, given: Choices, batch: int) -> dict[str, Any]:
+def published(geometry: Geometry, name: str, given: Choices, *, batch: int, context: int) -> dict[str, Any]:
     """What the system `name` starts from: its paper's parameters, for as many tokens as everyone selects."""
     g = geometry
-    tokens = given.get("group_tokens", 16 if name == "quest" else 1)
-    selected = given.get("selected_groups", -(-TOKENS // tokens))
-    choices: dict[str, Any] = {
-        "strategy": name,
-        "group_tokens": tokens,
+    size = g.kv_heads * g.head_dim
+    tokens = given.get("group_tokens", _GROUP_TOKENS.get(name, 1))
+    choices: dict[str, Any] = {"strategy": name, "group_tokens": tokens, "sink_groups": 0, "recent_groups": 1}
+    beside = 0  # groups selected beside those for their scores
+    if name == "shadowkv":
+        outliers = given.get("outlier_groups", max(1, round(_OUTLIERS * context / tokens)))
+        recent = given.get("recent_groups", _LOCAL)
+        choices |= {"outlier_groups": outliers, "recent_groups": recent}
+        beside = outliers + 2 * recent  # the prompt's last, and the newest
+    selected = given.get("selected_groups", -(-TOKENS // tokens) + beside)
+    choices |= {
         "selected_groups": selected,
         "reuse_slots": max(selected, given.get("reuse_slots", selected)),
-        "sink_groups": 0,
-        "recent_groups": 1,
-        "aggregate": "sum",
+        "aggregate": "softmax" if name == "shadowkv" else "sum",
         "load_buckets": load_buckets(batch, selected),
     }
     if name == "quest":
-        return choices | {"rank": g.kv_heads * g.head_dim}
+        return choices | {"rank": size}
+    if name == "shadowkv":
+        return choices | {"rank": max(1, round(_LOW_RANK * size))}
     partial = 0.25 if name == "loki" else 0.3  # of a head's dimensions
     rank = max(1, round(partial * g.head_dim))
     return choices | {"rank": rank, "summary": "token", "record_alignment": SECTOR}
@@ -151,33 +167,39 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Choices) -> P
     """A plan of policy `group` with as many reuse slots as make its `memory_fraction` the most that is no more than
     `memory`.
 
-    Where the summary alone takes more than half of that, it is made smaller first, unless its size is `fixed`: its
-    rank is halved; quest, whose summary has no rank, gets groups of twice the tokens. Where there are fewer slots
-    than groups to select, fewer are selected.
+    Where half of that is not enough for what it needs beside slots, its summary is made smaller first, as far as its
+    sizes are not `fixed`: its rank is halved, with shadowkv's outliers and recent groups; quest, whose summary has no
+    rank, gets groups of twice the tokens. Where there are fewer slots than groups to select, fewer are selected.
 
     Raises:
       PlanError: not even the pinned groups fit.
     """
-    choice = plan.selection
-    assert choice is not None
-    while _summary_bytes(plan) > memory / 2 * plan.full_kv_bytes:
+
+    def least(plan: Plan) -> float:
+        return memory_fraction(_with_slots(plan, _pinned(plan)), geometry)
+
+    while least(plan) > memory / 2:
         smaller = _smaller_summary(plan, fixed)
-        if smaller is None:
+        if smaller is None or least(smaller) >= least(plan):
             break
         plan = smaller
-    choice = plan.selection
-    assert choice is not None
-    least = choice.sink_groups + choice.recent_groups
-    few, more = (_with_slots(plan, slots) for slots in (least, least + 1))
-    base = memory_fraction(few, geometry)
-    slots = least + math.floor((memory - base) / (memory_fraction(more, geometry) - base))
-    if slots < least:
-        name = "group" if choice.strategy_name == "kvswap" else choice.strategy_name
+    pinned, base = _pinned(plan), least(plan)
+    more = memory_fraction(_with_slots(plan, pinned + 1), geometry)
+    slots = pinned + math.floor((memory - base) / (more - base))
+    if slots < pinned:
+        assert plan.selection is not None
+        name = plan.selection.strategy_name
         raise PlanError(
-            f"policy {name} needs {base:.4f} of the whole KV's memory for its summary, staging and pinned "
-            f"groups, and is to have {memory:.4f}; raise --kv-memory, or give it a smaller summary or smaller loads"
+            f"policy {'group' if name == 'kvswap' else name} needs {base:.4f} of the whole KV's memory for its "
+            f"summary, staging and pinned groups, and is to have {memory:.4f}; raise --kv-memory, or give it a "
+            "smaller summary or smaller loads"
         )
-    return _with_slots(plan, min(slots, max(least, plan.groups)))
+    return _with_slots(plan, min(slots, max(pinned, plan.groups)))
+
+
+def _pinned(plan: Plan) -> int:
+    assert plan.selection is not None
+    return pinned_groups(plan.selection)
 
 
 def _with_slots(plan: Plan, slots: int) -> Plan:
@@ -188,14 +210,6 @@ def _with_slots(plan: Plan, slots: int) -> Plan:
     return msgspec.structs.replace(plan, selection=choice)
 
 
-def _summary_bytes(plan: Plan) -> int:
-    choice = plan.selection
-    assert choice is not None
-    width = summary_width(choice, plan.kv_heads, plan.head_dim)
-    itemsize = 4 if choice.summary_dtype == "float32" else 2
-    return plan.layers * plan.batch * plan.summary_places * width * itemsize
-
-
 def _smaller_summary(plan: Plan, fixed: Choices) -> Plan | None:
     choice = plan.selection
     assert choice is not None
@@ -203,10 +217,16 @@ def _smaller_summary(plan: Plan, fixed: Choices) -> Plan | None:
         tokens = 2 * plan.group_tokens
         if "group_tokens" in fixed or tokens > min(_LARGEST_GROUP, plan.max_context):
             return None
-        selected = max(choice.sink_groups + choice.recent_groups, -(-choice.selected_groups // 2))
+        selected = max(_pinned(plan), -(-choice.selected_groups // 2))
         choice = msgspec.structs.replace(choice, selected_groups=selected)
         return msgspec.structs.replace(plan, group_tokens=tokens, selection=choice)
     if "rank" in fixed or choice.rank // 2 < _LEAST_RANK:
         return None
-    choice = msgspec.structs.replace(choice, rank=choice.rank // 2)
-    return msgspec.structs.replace(plan, selection=choice)
+    halved: dict[str, Any] = {"rank": choice.rank // 2}
+    if isinstance(choice.outlier_groups, int):
+        halved |= {
+            "outlier_groups": choice.outlier_groups // 2,
+            "recent_groups": max(1, choice.recent_groups // 2),
+        }
+    halved = {name: value for name, value in halved.items() if name not in fixed}
+    return msgspec.structs.replace(plan, selection=msgspec.structs.replace(choice, **halved))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,8 +34,14 @@ def scan_seconds(engine: Engine) -> float:
 
     x, queries = random("x"), random("queries.0")
     adapter = random("adapter.0") if "adapter.0" in shapes else ()
-    copies = min(plan.layers, -(-_MORE_THAN_CACHES // shapes["summary.0"].bytes))
-    summaries = [random("summary.0") for _ in range(copies)]
+    parts = {name: b for name, b in shapes.items() if name.startswith("summary.") and name.endswith(".0")}
+    copies = min(plan.layers, -(-_MORE_THAN_CACHES // sum(part.bytes for part in parts.values())))
+
+    def summary() -> Any:
+        named = {name.split(".")[1]: random(name) for name in parts}
+        return named if len(named) > 1 else next(iter(named.values()))
+
+    summaries = [summary() for _ in range(copies)]
     lengths = put(np.full(plan.batch, plan.max_context - 1, np.int32))
     layers = engine.params["layers"]
     ids = put(np.zeros(shapes["ids.0"].shape, np.int32))

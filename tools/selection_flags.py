@@ -14,7 +14,7 @@ from flag_types import count
 from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 
-_BY_POLICY = "strategy"  # a policy of its own name each, see `policies`
+_BY_POLICY = ("strategy", "outlier_groups")  # not of `group`, see `policies`
 _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 
 
@@ -24,7 +24,7 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
     A field that is a list takes commas, one that is nested takes JSON.
     """
     for field, hint in get_type_hints(Selection).items():
-        if field == _BY_POLICY:
+        if field in _BY_POLICY:
             continue
         names = ["--" + field.replace("_", "-")]
         names += [_SHORT[field]] if field in _SHORT else []

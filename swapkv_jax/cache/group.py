@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,25 @@ from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
+from swapkv_jax.plan import Plan
 from swapkv_jax.program import Program
 from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.strategies.adapters import directions
-from swapkv_jax.strategies.sizes import summary_width
+from swapkv_jax.strategies.sizes import stores_keys, summary_parts
 from swapkv_jax.tiers import DiskStore
 from swapkv_jax.trace import span
 
 KEEP_BATCH = 64  # records written at a time by prefill
+
+
+def _empty_summary(plan: Plan) -> Any:
+    """One layer's, as the strategy's graphs take it."""
+    parts = summary_parts(plan)
+    if isinstance(parts, dict):
+        return {name: zeros(*part) for name, part in parts.items()}
+    return zeros(*parts)
 
 
 @dataclass
@@ -75,8 +85,8 @@ class GroupCache(OffloadCache):
         self._layout = slot_layout(plan)
         self._pools: list[Parts] = [tuple(zeros(shape, dtype) for shape in plan.pool_shapes) for _ in each]
         self._rolling = [self._empty_rolling() for _ in each]
-        summary = (b, plan.summary_places, summary_width(choice, plan.kv_heads, plan.head_dim))
-        self._summary = [zeros(summary, choice.summary_dtype) for _ in each]
+        self._keyed = stores_keys(choice)
+        self._summary = [_empty_summary(plan) for _ in each]
         self._ids = [zeros((b, choice.selected_groups), "int32") for _ in each]
         self._no_ids = zeros((b, choice.selected_groups), "int32")
         self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in each]
@@ -111,8 +121,9 @@ class GroupCache(OffloadCache):
         self._tier.open(names, limits)
 
     def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
+        tokens = () if self._keyed else (scalar(length),)
         self._summary[layer] = self._graphs.summarise(
-            self._summary[layer], self._adapters[layer], k, scalar(row)
+            self._summary[layer], self._adapters[layer], k, scalar(row), *tokens
         )
         super().filled(layer, row, length, k, v)
 
@@ -123,7 +134,7 @@ class GroupCache(OffloadCache):
         super().start()
         self._ring = []
         for layer in range(self._plan.layers):
-            k, v = self._tier.parts(self._tier.rolling[layer])  # [B, Hkv, D, G], [B, Hkv, G, D]
+            k, v = self._tier.rolling_parts(self._tier.rolling[layer])  # [B, Hkv, D, G], [B, Hkv, G, D]
             self._rolling[layer] = tuple(map(put, self._layout.pack(k.swapaxes(2, 3), v)))
 
     # ---- a step --------------------------------------------------------------------------------------
@@ -290,8 +301,13 @@ class GroupCache(OffloadCache):
         slots = np.full(size, self._choice.reuse_slots, np.int32)  # padding goes to the spare slot
         rows[:count] = request.missing_rows[first : first + count]
         slots[:count] = request.missing_slots[first : first + count]
+        keys: tuple[Any, ...] = ()
+        if not self._keyed:
+            groups = np.zeros(size, np.int32)
+            groups[:count] = request.missing_groups[first : first + count]
+            keys = (groups, self._summary[layer])
         self._pools[layer], lane.fence = self._graphs.load[size](
-            self._pools[layer], lane.staging.arrived(size), rows, slots
+            self._pools[layer], lane.staging.arrived(size), rows, slots, *keys
         )
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
@@ -343,11 +359,13 @@ class GroupCache(OffloadCache):
             reuse_rate=table.reuse_rate,
             read_s=self._read_s,
             overflow_loads=self._overflow_loads,
-            summary_bytes=sum(s.nbytes for s in self._summary),
+            summary_bytes=sum(part.nbytes for part in jax.tree.leaves(self._summary)),
         )
 
     def addresses(self) -> dict[str, int]:
-        named = {"summary": self._summary, "ids": self._ids}
+        named = {"ids": self._ids}
+        for i in range(len(jax.tree.leaves(self._summary[:1]))):
+            named[f"summary.{i}"] = [jax.tree.leaves(summary)[i] for summary in self._summary]
         for i in range(len(self._plan.pool_shapes)):
             named[f"pool.{i}"] = [pool[i] for pool in self._pools]
             named[f"rolling.{i}"] = [rolling[i] for rolling in self._rolling]

@@ -28,24 +28,33 @@ class RecordTier:
         self.files: list[SequenceFile] = []
         self._names: Sequence[str] = ()  # of the last generation's rows
         self._plan = plan
-        size = plan.layers * plan.batch * plan.stride_bytes
-        self.rolling = aligned_buffer(size).reshape(plan.layers, plan.batch, plan.stride_bytes)
+        size = plan.layers * plan.batch * plan.rolling_bytes
+        self.rolling = aligned_buffer(size).reshape(plan.layers, plan.batch, plan.rolling_bytes)
         self.rolling[...] = 0
         self.pool = RowPool(plan) if plan.dram_rows else None
 
     def parts(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views."""
-        p = self._plan
-        half = p.payload_bytes // 2
-        k = records[:, :half].view(p.dtype).reshape(-1, p.kv_heads, p.head_dim, p.group_tokens)
-        v = records[:, half : 2 * half].view(p.dtype).reshape(-1, p.kv_heads, p.group_tokens, p.head_dim)
-        return k, v
+        """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views; K [n, 0, D, G] where records
+        have none."""
+        return self._parts(records, self._plan.key_heads)
+
+    def rolling_parts(self, rolling: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of part of `rolling`, [n, bytes], which has K in any case."""
+        return self._parts(rolling, self._plan.kv_heads)
+
+    def _parts(self, records: np.ndarray, key_heads: int) -> tuple[np.ndarray, np.ndarray]:
+        p, n = self._plan, len(records)
+        head = p.head_dim * p.group_tokens * p.itemsize
+        keys, values = key_heads * head, p.kv_heads * head
+        k = records[:, :keys].view(p.dtype).reshape(n, key_heads, p.head_dim, p.group_tokens)
+        v = records[:, keys : keys + values].view(p.dtype)
+        return k, v.reshape(n, p.kv_heads, p.group_tokens, p.head_dim)
 
     def new_record(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """A record of its own, uint8 [1, stride], of a group's K [Hkv, D, G] and V [Hkv, G, D]."""
         record = aligned_buffer(self._plan.stride_bytes)[None]
         k_out, v_out = self.parts(record)
-        k_out[0], v_out[0] = k, v
+        k_out[0], v_out[0] = k[: self._plan.key_heads], v
         return record
 
     def keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray, batch: int) -> None:
@@ -57,11 +66,12 @@ class RecordTier:
             n = min(batch, whole - first)
             k_out, v_out = self.parts(scratch[:n])
             tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
-            k_out[...] = k[:, :, tokens].reshape(p.kv_heads, p.head_dim, n, -1).transpose(2, 0, 1, 3)
+            keys = k[: p.key_heads, :, tokens].reshape(p.key_heads, p.head_dim, n, p.group_tokens)
+            k_out[...] = keys.transpose(2, 0, 1, 3)
             v_out[...] = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim).transpose(1, 0, 2, 3)
             self.write(layer, row, first, scratch[:n])
         if rest:
-            k_out, v_out = self.parts(self.rolling[layer, row][None])
+            k_out, v_out = self.rolling_parts(self.rolling[layer, row][None])
             k_out[0, :, :, :rest] = k[:, :, length - rest : length]
             v_out[0, :, :rest] = v[:, length - rest : length]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -124,14 +125,33 @@ def _rotate(
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
 
+def _rotate_to(
+    g: Geometry, k: Float[Array, "N Hkv D"], positions: Int[Array, " N"], spans: Int[Array, " N"]
+) -> Float[Array, "N Hkv D"]:
+    return _rotate(k, *_rotation(g, positions, spans, k.dtype))
+
+
+def _unrotate_from(
+    g: Geometry, k: Float[Array, "N Hkv D"], positions: Int[Array, " N"], spans: Int[Array, " N"]
+) -> Float[Array, "N Hkv D"]:
+    cos, sin = _rotation(g, positions, spans, k.dtype)
+    return _rotate(k, cos, -sin) / attention_scaling(g) ** 2
+
+
 @dataclass(frozen=True)
 class BlockFunctions:
-    """The block's two halves, and its queries alone, as functions of one layer's parameters, and their shape."""
+    """The block's two halves, and its queries alone, as functions of one layer's parameters, and their shape.
+
+    `rotate` puts positions into keys, `unrotate` takes them out again: (keys [N, Hkv, D], positions [N], spans [N]) →
+    keys; see `DecoderBlock.project`.
+    """
 
     params: Params  # pytree of jax.ShapeDtypeStruct
     project: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     finish: Callable[..., jax.Array]
     queries: Callable[..., jax.Array]
+    rotate: Callable[..., jax.Array]
+    unrotate: Callable[..., jax.Array]
 
 
 def split_block(geometry: Geometry, dtype: str) -> BlockFunctions:
@@ -148,6 +168,8 @@ def split_block(geometry: Geometry, dtype: str) -> BlockFunctions:
         project=lambda params, *args: module(params).project(*args),
         finish=lambda params, *args: module(params).finish(*args),
         queries=lambda params, *args: module(params).queries(*args),
+        rotate=partial(_rotate_to, geometry),
+        unrotate=partial(_unrotate_from, geometry),
     )
 
 

@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import group_means, group_scores, low_rank_query, summarise
-from swapkv_jax.selection import Aggregate, Selection
+from swapkv_jax.strategies.places import PlaceStrategy
 
 
-class KVSwap:
-    def __init__(self, plan: Plan, choice: Selection):
-        self._place_tokens, self._group_tokens = plan.place_tokens, plan.group_tokens
-        self._aggregate: Aggregate = choice.aggregate
-
+class KVSwap(PlaceStrategy):
     def summarise(self, k: Float[Array, "1 Hkv D S"], adapter: jax.Array) -> Float[Array, "1 P r"]:
         k = group_means(k, self._place_tokens) if self._place_tokens > 1 else k
         return summarise(k, adapter)

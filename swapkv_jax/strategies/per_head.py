@@ -6,18 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import head_scores
-from swapkv_jax.selection import Aggregate, Selection
+from swapkv_jax.strategies.places import PlaceStrategy
 
 
-class PerHead:
+class PerHead(PlaceStrategy):
     """A place is a token: its key's coordinates, r per KV head. `adapter` [Hkv·D, r] has each head's D rows below
     those of the head before. A group counts by its best token (both systems select single tokens: G = 1)."""
-
-    def __init__(self, plan: Plan, choice: Selection):
-        self._tokens = plan.group_tokens
-        self._aggregate: Aggregate = choice.aggregate
 
     def summarise(self, k: Float[Array, "1 Hkv D S"], adapter: jax.Array) -> Float[Array, "1 S w"]:
         basis = adapter.astype(k.dtype).reshape(*k.shape[1:3], -1)
@@ -39,5 +34,5 @@ class PerHead:
     ) -> Float[Array, "B N"]:
         basis = adapter.reshape(q.shape[1], q.shape[-1], -1)
         queries = jnp.einsum("bkrd,kdc->bkrc", q.astype(jnp.float32), basis)
-        complete, scale = lengths // self._tokens, q.shape[-1] ** -0.5
-        return head_scores(queries, summary, complete, self._tokens, self._aggregate, scale=scale)
+        complete, scale = lengths // self._group_tokens, q.shape[-1] ** -0.5
+        return head_scores(queries, summary, complete, self._group_tokens, self._aggregate, scale=scale)

@@ -22,19 +22,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import head_scores
-from swapkv_jax.selection import Aggregate, Selection
+from swapkv_jax.strategies.places import PlaceStrategy
 
 
-class Quest:
-    def __init__(self, plan: Plan, choice: Selection):
-        self._tokens = plan.group_tokens
-        self._aggregate: Aggregate = choice.aggregate
-
+class Quest(PlaceStrategy):
     def summarise(self, k: Float[Array, "1 Hkv D S"], adapter: Any) -> Float[Array, "1 P w"]:
         del adapter
-        groups = [jax.lax.slice_in_dim(k, i, None, self._tokens, -1) for i in range(self._tokens)]
+        groups = [jax.lax.slice_in_dim(k, i, None, self._group_tokens, -1) for i in range(self._group_tokens)]
         stacked = jnp.stack(groups, axis=-1)  # [1, Hkv, D, P, G]
         return _flat(stacked.min(axis=-1).transpose(0, 3, 1, 2), stacked.max(axis=-1).transpose(0, 3, 1, 2))
 
@@ -56,7 +51,7 @@ class Quest:
         q = q.astype(jnp.float32)
         # A product with the larger of two values is one with the largest where q is positive, else with the least.
         queries = jnp.concatenate([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=-1)  # [B, Hkv, R, 2·D]
-        complete, scale = lengths // self._tokens, q.shape[-1] ** -0.5
+        complete, scale = lengths // self._group_tokens, q.shape[-1] ** -0.5
         return head_scores(queries, summary, complete, 1, self._aggregate, scale=scale)
 
 
