@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from swapkv_jax.errors import UsageError
 
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # per value
+# What one plan may be asked for at most; it is refused above them too.
+_MOST_ROWS, _MOST_CONTEXT, _MOST_GROUP = 65536, 1 << 30, 65536
 _SUMMARY_BYTES = 2  # KVSwap keeps low-rank keys in 16 bits, whatever the KV's own type
 
 
@@ -23,11 +25,14 @@ class Question:
       kv_dtype: one of `KV_BYTES`.
       physical_layers: layers whose KV has room on the device under policy `layer`.
       device_memory, weights: bytes; what remains beside the weights is for KV.
+      weights_read: bytes of the weights that a step reads (an embedding's table is not read whole).
       transfer: bytes/s at which layers reach the device, from DRAM or from disk.
       memory: bytes/s that the device reads from its own memory.
       tpot: seconds per step that the device computes; None: what reading the weights and all KV takes it.
       sigma, group_tokens, reuse_tokens: of policy `group`, σ = Hkv·D/r, G and C·G. KVSwap's own figures are σ 8
         (relaxed) or 32 (tight), G 4 or 8, and 400 tokens.
+    Raises:
+      UsageError: a number below 1, or beyond what the model, the context or a plan has.
     """
 
     layers: int
@@ -36,30 +41,40 @@ class Question:
     context: int
     batch: int = 1
     kv_dtype: str = "bfloat16"
-    physical_layers: int = 2
+    physical_layers: int
     device_memory: int | None = None
     weights: int | None = None
+    weights_read: int | None = None
     transfer: float | None = None
     memory: float | None = None
     tpot: float | None = None
-    sigma: int = 8
-    group_tokens: int = 4
-    reuse_tokens: int = 400
+    sigma: int
+    group_tokens: int
+    reuse_tokens: int
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_BYTES:
             raise UsageError(f"--kv-dtype {self.kv_dtype!r} is not one of {', '.join(KV_BYTES)}")
-        for name in ("context", "batch", "sigma", "group_tokens", "reuse_tokens"):
-            if getattr(self, name) < 1:
+        slots, group = min(2, self.layers), min(self.context, _MOST_GROUP)
+        bounds = {
+            "context": (1, _MOST_CONTEXT, "no plan goes further"),
+            "batch": (1, _MOST_ROWS, "no plan goes further"),
+            "sigma": (1, self.kv_heads * self.head_dim, "no more than Hkv·D"),
+            "group_tokens": (1, group, f"no more than the context or {_MOST_GROUP:,}"),
+            "reuse_tokens": (1, self.context, "no more than the context"),
+            "physical_layers": (
+                slots,
+                self.layers,
+                "one computes while the next arrives, and no more than all",
+            ),
+        }
+        for name, (least, most, why) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}; leave it out for "
+                    f"--{name.replace('_', '-')} must be {least} to {most:,} ({why}), not {value}; leave it out for "
                     "the usual"
                 )
-        if not 1 <= self.physical_layers <= self.layers:
-            raise UsageError(
-                f"--physical-layers {self.physical_layers} does not suit a model of {self.layers} layers; use 1 to "
-                f"{self.layers}"
-            )
 
     @property
     def rank(self) -> int:
@@ -137,7 +152,11 @@ def step_seconds(q: Question) -> float | None:
     if q.memory is None or q.weights is None:
         return None
     kv = 2 * q.layers * q.kv_heads * q.head_dim * KV_BYTES[q.kv_dtype] * q.batch * q.context
-    return (q.weights + kv) / q.memory
+    return (_read(q.weights, q) + kv) / q.memory
+
+
+def _read(weights: int, q: Question) -> int:
+    return weights if q.weights_read is None else q.weights_read
 
 
 def _transfer_limit(q: Question, token_bytes: int) -> int | None:
@@ -148,4 +167,4 @@ def _transfer_limit(q: Question, token_bytes: int) -> int | None:
     if q.memory is None or q.weights is None or q.memory <= q.transfer:
         return None
     # A step that reads more KV takes longer too: tokens·kv/transfer = (weights + tokens·kv)/memory.
-    return int(q.weights / q.memory / (token_bytes / q.transfer - token_bytes / q.memory))
+    return int(_read(q.weights, q) / q.memory / (token_bytes / q.transfer - token_bytes / q.memory))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from swapkv_jax.analysis import Question, analyse, step_seconds
 from swapkv_jax.devices import device_names
 from swapkv_jax.models.named import model_names, name_of, named_geometry
+from swapkv_jax.plan import Plan
 from swapkv_jax.planner.command import main
 
 KEYS = ["kv_bytes_per_token", "tokens_resident", "tokens_layer", "tokens_transfer_limit", "requests_resident",
         "requests_layer", "layer_slot_bytes", "summary_bytes", "reuse_bytes", "rolling_bytes", "full_kv_bytes",
         "predicted_overhead"]  # fmt: skip
+BESIDE = ["plan", "why", "candidates"]
 MiB, GiB = 1 << 20, 1 << 30
 
 
@@ -84,7 +87,7 @@ def test_llama_3_70b_in_fp8_on_an_h100(ask) -> None:
     ]
     for device in ([], ["--device", "h100"]):
         found = ask("--model", "Llama-3-70B", "--kv-dtype", "fp8", *given_, *device)
-        assert list(found) == KEYS
+        assert list(found) == KEYS + BESIDE
         assert found["kv_bytes_per_token"] == 163_840
         assert found["tokens_resident"] == 5 * 10**9 // 163_840 == 30_517
         assert found["tokens_layer"] == 1_220_703, "two of 80 layers: forty times as many"
@@ -153,7 +156,8 @@ def test_what_is_not_known_is_null(ask, run) -> None:
 
 @pytest.mark.parametrize("device", device_names())
 def test_every_device_has_an_answer(run, device: str) -> None:
-    code, out, _ = run("--model", "qwen3-4b", "--device", device, "--batch", "2")
+    model = "smollm2-135m" if device == "cpu" else "qwen3-4b"  # the machine described there is small
+    code, out, _ = run("--model", model, "--device", device, "--batch", "2")
     assert code == 0
     assert "why: " in out
     assert "unknown" not in out
@@ -165,12 +169,70 @@ def test_no_plan_is_offered_where_the_engine_has_none(run, tmp_path: Path) -> No
         (["--model", "qwen3-4b", "--kv-dtype", "fp8"], "keeps KV in"),
         (["--model", "qwen3-4b", "--weights-bytes", "2GB"], "not of the size given"),
         (["--model", config_file(tmp_path, model_type="abacus")], "does not decode"),
-        (["--model", "qwen3-14b", "--batch", "64"], "no plan fits"),
+        (["--model", "qwen3-4b", "--context", "999999"], "over the model's limit"),
     ):
-        assert f"why: {'' if words == 'no plan fits' else 'no plan, '}" in (
-            out := run(*flags, "--device", "l4")[1]
-        )
-        assert words in out
+        code, out, _ = run(*flags, "--device", "l4")
+        assert code == 0
+        assert words in out.partition("why: no plan, since")[2]
+        found = json.loads(run(*flags, "--device", "l4", "--json")[1])
+        assert (found["plan"], found["candidates"]) == (None, [])
+        assert words in found["why"]
+
+
+@pytest.mark.parametrize("flags", [["--batch", "64"], ["--device-memory", "1B"]])
+def test_where_no_plan_fits(run, ask, flags: list[str]) -> None:
+    """The command fails, but for an analysis alone, which says so beside its numbers."""
+    model = ["--model", "qwen3-14b", "--device", "l4", *flags]
+    code, out, err = run(*model)
+    assert code == 1
+    assert "error: no plan fits: resident needs" in err
+    assert "resident " in out
+    found = ask(*model)
+    assert found["plan"] is None
+    assert found["why"].startswith("no plan fits")
+    assert len(found["candidates"]) == 4
+    assert all(candidate["short"] for candidate in found["candidates"])
+
+
+def test_json_carries_the_plan_and_its_candidates(ask) -> None:
+    found = ask("--model", "llama-3.1-8b", "--device", "l4", "--batch", "8", "--context", "32768")
+    geometry = named_geometry("llama-3.1-8b")
+    assert geometry is not None
+    plan = msgspec.convert(found["plan"], Plan)
+    plan.validate(geometry)
+    assert (plan.policy, plan.batch, plan.max_context) == ("group", 8, 32_768)
+    assert "moving whole layers" in found["why"]
+    resident, *fitting = found["candidates"]
+    assert resident["short"]
+    assert not any(candidate["short"] for candidate in fitting)
+    assert [(c["policy"], c["tier"]) for c in fitting] == [
+        ("layer", "dram"),
+        ("layer", "disk"),
+        ("group", "dram"),
+    ]
+
+
+@pytest.mark.parametrize("device", ["l4", "h100", "tpu-v6e"])
+def test_analysis_and_table_tell_one_overhead(ask, run, device: str) -> None:
+    """Both over a step that reads the weights but for the embedding's table, where the context is of whole groups."""
+    flags = ["--model", "llama-3.1-8b", "--device", device, "--batch", "8", "--context", "32768"]
+    found = ask(*flags)
+    layer = next(c for c in found["candidates"] if (c["policy"], c["tier"]) == ("layer", "dram"))
+    assert found["predicted_overhead"] == pytest.approx(layer["overhead"], rel=1e-9)
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert f"adds {found['predicted_overhead']:.0%} to" in out
+    assert f"{found['predicted_overhead']:+.0%}" in out
+
+
+@pytest.mark.parametrize("flag", ["--physical-layers=4", "--sigma=32", "--reuse-tokens=800", "--tpot=1s"])
+def test_the_table_says_that_its_sizes_are_its_own(run, flag: str) -> None:
+    base = run("--model", "llama-3.1-8b", "--device", "l4")[1]
+    changed = run("--model", "llama-3.1-8b", "--device", "l4", flag)[1]
+    above, own, table = changed.partition("the plans below are of the planner's own sizes")
+    assert flag.partition("=")[0] in table.splitlines()[0]
+    assert own + table == own + base.partition(own)[2]
+    assert above != base.partition(own)[0]
 
 
 def test_models_by_file_directory_and_name(ask, tmp_path: Path) -> None:
@@ -217,19 +279,36 @@ def test_a_model_the_engine_does_not_decode_has_kv_too(run, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--model", "/nonexistent"], 1, "llama-3.1-8b"),
+        (["--model", "/nonexistent"], 2, "llama-3.1-8b"),
+        (["--model", "abacus"], 2, "llama-3.1-8b"),
+        (["--model", "a" * 5000], 2, "llama-3.1-8b"),
+        (["--model", "~abacus/config.json"], 2, "llama-3.1-8b"),
         (["--model", __file__], 1, "not JSON"),
         (["--device", "abacus"], 2, "h100, h200"),
+        (["--device", __file__], 2, "does not describe a device"),
         (["--device-memory", "much"], 2, "write it like"),
-        (["--weights-bytes", "-1"], 2, "write it like"),
+        (["--weights-bytes", "-1"], 2, "at least 1 byte and less than 2^63"),
+        (["--device", "l4", "--weights-bytes", "1PiB"], 0, "1,073,741,824.0 MiB of weights"),
+        (["--weights-bytes", "1EiB"], 2, "KiB to PiB"),
+        (["--link-bandwidth", "0"], 2, "must be over 0"),
         (["--link-bandwidth", "56"], 0, ""),
         (["--link-bandwidth", "fast"], 2, "write it like 56GB/s"),
-        (["--tpot", "0ms"], 2, "write it like 200ms"),
+        (["--tpot", "0ms"], 2, "must be over 0 and finite; write it like 200ms"),
+        (["--tpot", "1h"], 2, "units are s, ms and us"),
         (["--kv-dtype", "int3"], 2, "bfloat16"),
-        (["--context", "0"], 2, "at least 1"),
-        (["--batch", "0"], 2, "at least 1"),
-        (["--sigma", "0"], 2, "at least 1"),
-        (["--physical-layers", "33"], 2, "use 1 to 32"),
+        (["--context", "0"], 2, "must be 1 to 1,073,741,824"),
+        (["--context", str(10**22)], 2, "must be 1 to 1,073,741,824"),
+        (["--batch", "0"], 2, "must be 1 to 65,536"),
+        (["--batch", "9" * 20], 2, "must be 1 to 65,536"),
+        (["--sigma", "0"], 2, "must be 1 to 1,024"),
+        (["--sigma", "1025"], 2, "must be 1 to 1,024 (no more than Hkv·D)"),
+        (["--sigma", "1024"], 0, "σ 1024"),
+        (["--physical-layers", "1"], 2, "must be 2 to 32"),
+        (["--physical-layers", "33"], 2, "must be 2 to 32"),
+        (["--context", "100", "--reuse-tokens", "101"], 2, "must be 1 to 100 (no more than the context)"),
+        (["--context", "100", "--group-tokens", "101"], 2, "must be 1 to 100"),
+        (["--context", "1000000", "--group-tokens", "65537"], 2, "must be 1 to 65,536"),
+        (["--context", "3"], 0, "G 3, 3 tokens kept"),
         (["--device", "l4", "--context", "999999"], 0, "over the model's limit"),
         (["--device", "l4", "--max-overhead", "-1"], 2, "must be 0 or more"),
     ],
@@ -266,7 +345,10 @@ questions = st.builds(
     context=st.integers(1, 1 << 20),
     batch=st.integers(1, 64),
     kv_dtype=st.sampled_from(["float32", "bfloat16", "float16", "fp8"]),
-    physical_layers=st.integers(1, 2),
+    physical_layers=st.just(2),
+    sigma=st.just(1),
+    group_tokens=st.just(1),
+    reuse_tokens=st.just(1),
     device_memory=sizes,
     weights=sizes,
     transfer=st.floats(1e6, 1e12),

@@ -339,6 +339,8 @@ def test_group_keeps_as_many_rows_as_fit(dram: float, host: float | None, batch:
         ("10 KB", 10_000),
         ("7b", 7),
         ("3TiB", 3 << 40),
+        ("1PiB", 1 << 50),
+        ("2pb", 2 * 10**15),
         (" 1 tb ", 10**12),
     ],
 )

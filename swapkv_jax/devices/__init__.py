@@ -5,6 +5,7 @@ Sizes are bytes, rates bytes per second. No JAX.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -100,7 +101,7 @@ def find_device(name: str) -> Device:
     for found in (exact, endings):
         if len(found) == 1:
             return found[0]
-    if name.endswith(".json"):
+    if name.endswith(".json") or os.path.isfile(name):
         return _read(Path(name))
     raise UsageError(
         f"device {name!r} is not described; give a JSON file, or one of {', '.join(device_names())}"

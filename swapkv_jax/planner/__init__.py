@@ -4,7 +4,15 @@ for models and devices that need not be here. No JAX.
 
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls, weight_bytes
 from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice, load_buckets
-from swapkv_jax.planner.choose import MAX_OVERHEAD, Candidate, Choice, choose_plan, describe, make_plan
+from swapkv_jax.planner.choose import (
+    MAX_OVERHEAD,
+    Candidate,
+    Choice,
+    NothingFits,
+    choose_plan,
+    describe,
+    make_plan,
+)
 from swapkv_jax.planner.costs import UNKNOWN, DescribedDisk, Rates, StepCost, overhead, step_cost
 from swapkv_jax.planner.explain import explain
 from swapkv_jax.planner.sizes import parse_rate, parse_seconds, parse_size
@@ -20,6 +28,7 @@ __all__ = [
     "Choice",
     "DescribedDisk",
     "Needs",
+    "NothingFits",
     "Rates",
     "Request",
     "StepCost",

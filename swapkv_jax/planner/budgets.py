@@ -38,6 +38,12 @@ def weight_bytes(geometry: Geometry, dtype: str) -> int:
     return (g.layers * layer + tables + g.hidden) * ITEMSIZE[dtype]
 
 
+def weights_read(geometry: Geometry, dtype: str) -> int:
+    """Bytes of the weights that a step reads: all but a table of embeddings that is not the head too."""
+    table = 0 if geometry.tied else geometry.vocab * geometry.hidden * ITEMSIZE[dtype]
+    return weight_bytes(geometry, dtype) - table
+
+
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Bytes a plan takes of each tier at its peak, prefill and weights included."""

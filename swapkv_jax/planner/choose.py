@@ -39,6 +39,14 @@ class Choice:
     rates: Rates
 
 
+class NothingFits(PlanError):
+    """No allowed plan fits the budgets; `candidates` are those that were considered."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        super().__init__(_nothing_fits(candidates))
+        self.candidates = tuple(candidates)
+
+
 def make_plan(
     geometry: Geometry,
     *,
@@ -97,13 +105,14 @@ def make_plan(
 
 
 def choose_plan(request: Request, rates: Rates = UNKNOWN, max_overhead: float = MAX_OVERHEAD) -> Choice:
-    """As `make_plan`, with what was considered. Raises UsageError for a `max_overhead` below 0, too."""
+    """As `make_plan`, with what was considered. Raises UsageError for a `max_overhead` below 0, too; the
+    PlanError of budgets that are short is a `NothingFits`."""
     if not max_overhead >= 0:
         raise UsageError(f"--max-overhead must be 0 or more, not {max_overhead}; 0.3 allows 30 %")
     considered = _considered(request, rates)
     fitting = [candidate for candidate in considered if not candidate.short]
     if not fitting:
-        raise PlanError(_nothing_fits(considered))
+        raise NothingFits(considered)
     chosen, reason = _pick(fitting, max_overhead)
     if len(considered) == 1:
         reason = "as asked for"
@@ -147,7 +156,9 @@ def _pick(fitting: Sequence[Candidate], most: float) -> tuple[Candidate, str]:
     if layer.overhead <= most:
         return layer, f"not all KV fits on the device, and moving it costs no more than {most:.0%}"
     origin = "DRAM" if layer.plan.tier == "dram" else "disk"
-    costs = f"moving whole layers from {origin} costs {layer.overhead:.0%}, more than --max-overhead ({most:.0%})"
+    costs = (
+        f"moving whole layers from {origin} costs {layer.overhead:.0%}, more than --max-overhead ({most:.0%})"
+    )
     group = fitting[-1]
     if group.plan.policy != "group":
         return layer, f"{costs}, but no other policy is allowed or fits"

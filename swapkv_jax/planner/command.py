@@ -1,6 +1,6 @@
 """Command line of the analysis: what a model needs on a device, neither of which has to be here.
 
-Exit codes: 0 done, 2 usage, 1 failure (a model that cannot be read).
+Exit codes: 0 done, 2 usage, 1 failure (a model that cannot be read; no plan that fits, but for --json).
 """
 
 from __future__ import annotations
@@ -10,85 +10,27 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
-from swapkv_jax.analysis import KV_BYTES, Analysis, Question, analyse, step_seconds
-from swapkv_jax.devices import Device, device_names, find_device
-from swapkv_jax.errors import PlanError, SwapKVError, UsageError
-from swapkv_jax.memory_limits import format_bytes
-from swapkv_jax.models.named import model_names
+import msgspec
+
+from swapkv_jax.analysis import Analysis, Question, analyse
+from swapkv_jax.devices import Device, find_device
+from swapkv_jax.errors import SwapKVError
 from swapkv_jax.plan import DType
-from swapkv_jax.planner.budgets import Budgets, weight_bytes
+from swapkv_jax.planner.budgets import Budgets, weight_bytes, weights_read
 from swapkv_jax.planner.candidates import Request
-from swapkv_jax.planner.choose import MAX_OVERHEAD, choose_plan
+from swapkv_jax.planner.choose import Candidate, Choice, NothingFits, choose_plan
 from swapkv_jax.planner.costs import Rates
 from swapkv_jax.planner.explain import explain
-from swapkv_jax.planner.sizes import parse_rate, parse_seconds, parse_size
+from swapkv_jax.planner.flags import CONTEXT, make_parser
 from swapkv_jax.planner.subject import Subject, find_subject
+from swapkv_jax.planner.table import analysis_table
 
-_CONTEXT = 32_768
-_DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="python -m swapkv_jax.planner",
-        description="What a model's KV cache needs on a device, how far its memory and its link reach, and which "
-        "policy would be chosen. Neither has to be here: no weights are read.",
-        epilog="Sizes: 85GB = 85·10^9 bytes, 1GiB = 2^30; rates likewise: 56GB/s or 56GBps; times: 200ms or 0.2s. "
-        "Exit codes: 0 done, 2 usage, 1 failure.",
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="a Hugging Face config.json or its directory, a GGUF file, or one of "
-        + ", ".join(model_names()),
-    )
-    add("--device", help=f"a JSON file, or one of {', '.join(device_names())} (default: flags alone)")
-    add("--device-memory", type=_size, metavar="SIZE", help="in place of the device's, weights included")
-    add("--weights-bytes", type=_size_or_none, metavar="SIZE", help="in place of what the shapes say")
-    add(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"tokens per row (default: the model's limit, at most {_CONTEXT})",
-    )
-    add("--batch", type=int, default=1, metavar="N", help="rows of one request (default 1)")
-    add(
-        "--kv-dtype",
-        type=_dtype,
-        metavar="DTYPE",
-        help=f"of the KV cache: {', '.join(KV_BYTES)} (default: float32 on a CPU, else bfloat16)",
-    )
-    add(
-        "--physical-layers",
-        type=int,
-        default=2,
-        metavar="P",
-        help="layers on the device under policy layer (2)",
-    )
-    add("--link-bandwidth", type=_rate, metavar="RATE", help="in place of the device's, from host to device")
-    add(
-        "--tpot",
-        type=_seconds,
-        metavar="TIME",
-        help="of one step (default: what reading weights and KV takes)",
-    )
-    add("--sigma", type=int, default=8, metavar="N", help="Hkv·D/r of policy group's summary (8; tight: 32)")
-    add("--group-tokens", type=int, metavar="G", help="tokens per group (default: the device's, or 4)")
-    add("--reuse-tokens", type=int, default=400, metavar="N", help="tokens of kept groups per row (400)")
-    add(
-        "--max-overhead",
-        type=float,
-        default=MAX_OVERHEAD,
-        metavar="X",
-        help="that policy layer may cost (0.3)",
-    )
-    add("--exact", action="store_true", help="never choose policy group, which is approximate")
-    add("--json", action="store_true", help="print the analysis as one JSON object; null is unknown")
-    return parser
+_OWN_SIZES = (
+    "the plans below are of the planner's own sizes, padded to whole groups; "
+    "--physical-layers, --sigma, --reuse-tokens and --tpot change only the lines above"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,15 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         subject = find_subject(options.model)
         device = None if options.device is None else find_device(options.device)
         question = _question(options, subject, device)
-        analysis = analyse(question)
+        answers = analyse(question)
         if subject.note is not None:
             print(f"note: {subject.note}", file=sys.stderr)
         if options.json:
-            print(json.dumps(dataclasses.asdict(analysis), indent=2))
+            print(json.dumps(_record(options, question, answers, subject, device), indent=2))
             return 0
-        print(_table(question, analysis, subject, device))
+        from_disk = device is not None and device.shared and options.link_bandwidth is None
+        print(analysis_table(question, answers, subject, device, from_disk=from_disk))
         if device is not None:
-            print(_choice(options, question, subject, device))
+            choice = _choice(options, question, subject, device)
+            print(f"why: {choice}" if isinstance(choice, str) else f"{_OWN_SIZES}\n{explain(choice)}")
+    except NothingFits as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1  # nothing is wrong with how the command was called
     except SwapKVError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -116,32 +63,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _question(options: argparse.Namespace, subject: Subject, device: Device | None) -> Question:
     dtype = options.kv_dtype or _default_dtype(device)
-    weights = options.weights_bytes
+    weights = read = options.weights_bytes
     if weights is None and subject.geometry is not None:
-        weights = weight_bytes(subject.geometry, _weights_dtype(dtype, device))
+        kept = _weights_dtype(dtype, device)
+        weights, read = weight_bytes(subject.geometry, kept), weights_read(subject.geometry, kept)
     device_memory, memory, transfer, group_tokens = None, None, None, 4
     if device is not None:
         device_memory, memory = device.device_memory.value, float(device.memory_bandwidth.value)
         transfer = float(device.disk.bandwidth if device.link is None else device.link.value)
         group_tokens = device.disk.group_tokens
-    limit = subject.context_limit
-    context = options.context
+    context = min(CONTEXT, subject.context_limit or CONTEXT) if options.context is None else options.context
+
+    def given(name: str, usual: int, most: int) -> int:
+        value = getattr(options, name)
+        return max(1, min(usual, most)) if value is None else value
+
     return Question(
         layers=subject.layers,
         kv_heads=subject.kv_heads,
         head_dim=subject.head_dim,
-        context=min(_CONTEXT, limit or _CONTEXT) if context is None else context,
+        context=context,
         batch=options.batch,
         kv_dtype=dtype,
-        physical_layers=options.physical_layers,
+        physical_layers=given("physical_layers", 2, subject.layers),
         device_memory=device_memory if options.device_memory is None else options.device_memory,
         weights=weights,
+        weights_read=read,
         transfer=transfer if options.link_bandwidth is None else options.link_bandwidth,
         memory=memory,
         tpot=options.tpot,
-        sigma=options.sigma,
-        group_tokens=group_tokens if options.group_tokens is None else options.group_tokens,
-        reuse_tokens=options.reuse_tokens,
+        sigma=given("sigma", 8, subject.kv_heads * subject.head_dim),
+        group_tokens=given("group_tokens", group_tokens, context),
+        reuse_tokens=given("reuse_tokens", 400, context),
     )
 
 
@@ -154,74 +107,16 @@ def _weights_dtype(kv_dtype: str, device: Device | None) -> str:
     return kv_dtype if kv_dtype in get_args(DType) else _default_dtype(device)
 
 
-def _table(q: Question, a: Analysis, subject: Subject, device: Device | None) -> str:
-    shape = f"{q.layers} layers x {q.kv_heads} KV heads x {q.head_dim}"
-    where = "no device named" if device is None else device.title
-    over = ""
-    if subject.context_limit is not None and q.context > subject.context_limit:
-        over = f", over the model's limit of {subject.context_limit:,}"
-    step = step_seconds(q)
-    rows = [
-        (f"{subject.name}", f"{shape}, {q.kv_dtype}; {where}"),
-        ("request", f"{q.batch} row(s) of {q.context:,} tokens{over}"),
-        ("KV", f"{a.kv_bytes_per_token:,} bytes per token, {format_bytes(a.full_kv_bytes)} per request"),
-        ("room", _room(q)),
-        ("resident", f"{_count(a.tokens_resident, 'tokens')}, {_count(a.requests_resident, 'request(s)')}"),
-        (
-            "layer",
-            f"{_count(a.tokens_layer, 'tokens')}, {_count(a.requests_layer, 'request(s)')} with "
-            f"{q.physical_layers} of {q.layers} layers there ({format_bytes(a.layer_slot_bytes)} per request)",
-        ),
-        ("transfers", _transfers(q, a, step, shared=device is not None and device.shared)),
-        (
-            "group",
-            f"summary {format_bytes(a.summary_bytes)} + reuse {format_bytes(a.reuse_bytes)} + rolling "
-            f"{format_bytes(a.rolling_bytes)} = "
-            f"{format_bytes(a.summary_bytes + a.reuse_bytes + a.rolling_bytes)} per request (σ {q.sigma}, G "
-            f"{q.group_tokens}, {q.reuse_tokens} tokens kept)",
-        ),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def _room(q: Question) -> str:
-    if q.device_memory is None or q.weights is None:
-        missing = "--weights-bytes" if q.weights is None else "--device or --device-memory"
-        return f"unknown: give {missing}"
-    room = q.device_memory - q.weights
-    return (
-        f"{format_bytes(max(0, room))} of {format_bytes(q.device_memory)} beside {format_bytes(q.weights)} of weights"
-        + ("" if room > 0 else ", which do not fit")
-    )
-
-
-def _transfers(q: Question, a: Analysis, step: float | None, *, shared: bool) -> str:
-    if q.transfer is None or step is None or a.predicted_overhead is None:
-        return "unknown: give --device, or --link-bandwidth and --tpot"
-    limit = "any number of tokens"
-    if a.tokens_transfer_limit is not None:
-        limit = f"{a.tokens_transfer_limit:,} tokens"
-    origin = " from disk" if shared else ""
-    span = "of their own least time" if q.tpot is None else f"of {step * 1e3:.4g} ms"
-    return (
-        f"{limit} at {q.transfer / 1e9:.4g} GB/s{origin} in a step {span}; this request adds "
-        f"{a.predicted_overhead:.0%} to {step * 1e3:.4g} ms under policy layer"
-    )
-
-
-def _count(number: int | None, what: str) -> str:
-    return f"{what} unknown" if number is None else f"{number:,} {what}"
-
-
-def _choice(options: argparse.Namespace, q: Question, subject: Subject, device: Device) -> str:
-    """Which plan would be chosen, as far as this engine has one."""
+def _choice(options: argparse.Namespace, q: Question, subject: Subject, device: Device) -> Choice | str:
+    """What would be chosen, or why this engine has no plan to choose from. NothingFits: it has, but none fits."""
     if subject.geometry is None:
-        return "why: no plan, since the engine does not decode this model"
+        return "no plan, since the engine does not decode this model"
     if q.kv_dtype not in get_args(DType):
-        return f"why: no plan, since the engine keeps KV in {', '.join(get_args(DType))}"
+        return f"no plan, since the engine keeps KV in {', '.join(get_args(DType))}"
     if options.weights_bytes is not None:
-        return "why: no plan, since the engine's own weights are not of the size given"
+        return "no plan, since the engine's own weights are not of the size given"
+    if q.context > subject.geometry.context_limit:
+        return f"no plan, since the context is over the model's limit of {subject.geometry.context_limit:,}"
     memory = q.device_memory
     budgets = Budgets(disk=device.disk.space, host=memory)
     if device.dram is not None:
@@ -242,35 +137,36 @@ def _choice(options: argparse.Namespace, q: Question, subject: Subject, device: 
         budgets=budgets,
         exact=options.exact,
     )
-    try:
-        return explain(choose_plan(request, rates, options.max_overhead))
-    except PlanError as error:
-        return f"why: {error}"
+    return choose_plan(request, rates, options.max_overhead)
 
 
-def _flag(parse, text: str):
-    try:
-        return parse(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _record(
+    options: argparse.Namespace, q: Question, answers: Analysis, subject: Subject, device: Device | None
+) -> dict[str, Any]:
+    """The analysis, and beside it `plan` (None: there is none), `why`, and the `candidates` for it."""
+    plan, candidates, why = None, (), "no device named"
+    if device is not None:
+        try:
+            choice = _choice(options, q, subject, device)
+        except NothingFits as error:
+            why, candidates = str(error), error.candidates
+        else:
+            why = choice if isinstance(choice, str) else choice.reason
+            if isinstance(choice, Choice):
+                plan, candidates = msgspec.to_builtins(choice.plan), choice.candidates
+    considered = [_candidate(candidate) for candidate in candidates]
+    return {**dataclasses.asdict(answers), "plan": plan, "why": why, "candidates": considered}
 
 
-def _size(text: str) -> int:
-    return _flag(parse_size, text)
-
-
-def _size_or_none(text: str) -> int:
-    return 0 if text.strip() in ("0", "0B", "0b") else _size(text)
-
-
-def _rate(text: str) -> int:
-    return _flag(parse_rate, text)
-
-
-def _seconds(text: str) -> float:
-    return _flag(parse_seconds, text)
-
-
-def _dtype(text: str) -> str:
-    name = text.lower()
-    return _DTYPES.get(name, "fp8" if name.startswith(("fp8", "float8")) else name)
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    needs, cost = candidate.needs, candidate.cost
+    return {
+        "policy": candidate.plan.policy,
+        "tier": candidate.plan.tier,
+        "device_bytes": needs.device + needs.aliased,
+        "dram_bytes": needs.dram,
+        "disk_bytes": needs.disk,
+        "step_s": None if cost is None else cost.step_s,
+        "overhead": candidate.overhead,
+        "short": list(candidate.short),
+    }

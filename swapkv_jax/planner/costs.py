@@ -12,8 +12,7 @@ from typing import Protocol
 from swapkv_jax.devices import Device
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
-from swapkv_jax.plan_buffers import ITEMSIZE
-from swapkv_jax.planner.budgets import weight_bytes
+from swapkv_jax.planner.budgets import weights_read
 
 # Share of the selected groups that no slot holds: 15 % and 14 % at batch 1 and 8 (tools/performance.md).
 MISSES = 0.15
@@ -92,14 +91,16 @@ def step_cost(plan: Plan, geometry: Geometry, rates: Rates) -> StepCost | None:
     # What group keeps on the device (slots, summaries, queries) is read about once.
     grouped = plan.policy == "group"
     state = plan.memory(geometry).device if grouped else _kv_bytes(plan, plan.capacity)
-    return StepCost(compute_s=(_weights_read(plan, geometry) + state) / rates.memory, transfer_s=transfer)
+    return StepCost(
+        compute_s=(weights_read(geometry, plan.dtype) + state) / rates.memory, transfer_s=transfer
+    )
 
 
 def resident_seconds(plan: Plan, geometry: Geometry, rates: Rates) -> float | None:
     """The least time of a step with the same rows, context and dtype, were all KV on the device."""
     if rates.memory is None:
         return None
-    return (_weights_read(plan, geometry) + _kv_bytes(plan, plan.max_context)) / rates.memory
+    return (weights_read(geometry, plan.dtype) + _kv_bytes(plan, plan.max_context)) / rates.memory
 
 
 def overhead(plan: Plan, geometry: Geometry, rates: Rates) -> float | None:
@@ -110,12 +111,6 @@ def overhead(plan: Plan, geometry: Geometry, rates: Rates) -> float | None:
 
 def _kv_bytes(plan: Plan, tokens: int) -> int:
     return 2 * plan.layers * plan.batch * tokens * plan.kv_heads * plan.head_dim * plan.itemsize
-
-
-def _weights_read(plan: Plan, geometry: Geometry) -> int:
-    """Weights that a step reads: all but a table of embeddings that is not the head too."""
-    table = 0 if geometry.tied else geometry.vocab * geometry.hidden * ITEMSIZE[plan.dtype]
-    return weight_bytes(geometry, plan.dtype) - table
 
 
 def _transfer_seconds(plan: Plan, rates: Rates) -> float | None:

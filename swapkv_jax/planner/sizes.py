@@ -8,11 +8,14 @@ from swapkv_jax.errors import UsageError
 
 _BYTES = {"": 1, "b": 1} | {
     f"{letter}{kind}": base**power
-    for power, letter in enumerate("kmgt", start=1)
+    for power, letter in enumerate("kmgtp", start=1)
     for kind, base in (("b", 1000), ("ib", 1024))
 }
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_UNITS = "units are B, KB to PB (powers of 1000) and KiB to PiB (of 1024)"
 _SIZE = "write it like 512MiB, 2GB or 1073741824"
+_RATE = "write it like 56GB/s, 25GiBps or 56000000000"
+_TIME = "write it like 200ms or 0.2s"
 
 
 def parse_size(text: str) -> int:
@@ -23,9 +26,9 @@ def parse_size(text: str) -> int:
     """
     value = _parse(text, _BYTES)
     if value is None:
-        raise UsageError(f"{text!r} is not a size; {_SIZE}")
+        raise UsageError(f"{text!r} is not a size; {_SIZE}; {_UNITS}")
     if not 1 <= value < 2**63:
-        raise UsageError(f"{text!r} is not a usable size; {_SIZE}")
+        raise UsageError(f"{text!r} must be at least 1 byte and less than 2^63 (8192 PiB); {_SIZE}")
     return int(value)
 
 
@@ -37,8 +40,10 @@ def parse_rate(text: str) -> int:
     """
     number = text.strip().lower()
     value = _parse(number.removesuffix("/s").removesuffix("ps"), _BYTES)
-    if value is None or not 1 <= value < 2**63:
-        raise UsageError(f"{text!r} is not a rate; write it like 56GB/s, 25GiBps or 56000000000")
+    if value is None:
+        raise UsageError(f"{text!r} is not a rate; {_RATE}; {_UNITS}, a second")
+    if not 1 <= value < 2**63:
+        raise UsageError(f"{text!r} must be over 0: at least 1 byte a second and less than 2^63; {_RATE}")
     return int(value)
 
 
@@ -49,8 +54,10 @@ def parse_seconds(text: str) -> float:
       UsageError: it is not a time above zero.
     """
     value = _parse(text, _SECONDS)
-    if value is None or not 0 < value < math.inf:
-        raise UsageError(f"{text!r} is not a time; write it like 200ms or 0.2s")
+    if value is None:
+        raise UsageError(f"{text!r} is not a time; {_TIME}; units are s, ms and us")
+    if not 0 < value < math.inf:
+        raise UsageError(f"{text!r} must be over 0 and finite; {_TIME}")
     return value
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swapkv_jax.errors import ModelError
+from swapkv_jax.errors import ModelError, UsageError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.models.hf_config import geometry_from_hf_config
 from swapkv_jax.models.named import model_names, named_geometry
@@ -49,14 +50,16 @@ def find_subject(model: str) -> Subject:
     """A model by the directory of its Hugging Face `config.json`, the file itself, a GGUF file, or a known name.
 
     Raises:
-      ModelError: there is no such model, or its configuration does not say what KV a token leaves behind.
+      UsageError: there is no such model.
+      ModelError: it cannot be read, or its configuration does not say what KV a token leaves behind.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    # os.path: its tests are False, not errors, for names that no file can have.
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         path = path / "config.json"
-    elif not path.is_file() and (geometry := named_geometry(model)) is not None:
+    elif not os.path.isfile(path) and (geometry := named_geometry(model)) is not None:
         return Subject.of(model, geometry)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         from swapkv_jax.models.loader import open_model
 
         return Subject.of(path.stem, open_model(str(path)).geometry)
@@ -64,7 +67,7 @@ def find_subject(model: str) -> Subject:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
-        raise ModelError(
+        raise (ModelError if os.path.exists(path) else UsageError)(
             f"{path}: {reason}; give a config.json, its directory, a GGUF file, or one of {', '.join(model_names())}"
         ) from None
     if not isinstance(config, dict):
