@@ -310,13 +310,8 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        pytest.param(selection, id=name, marks=[pytest.mark.slow] if name != "kept" else [])
-        for name, selection in SELECTIONS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", list(SELECTIONS.values()), ids=list(SELECTIONS))
 def test_the_replay_loses_and_reads_what_an_engine_does(
     deep: Model, adapter: Adapter, tmp_path: Path, selection: Selection, shared_programs: None
 ) -> None:
