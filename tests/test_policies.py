@@ -167,26 +167,27 @@ def run(
 
 
 SMALL = [
-    "quest.group_tokens=4", "quest.record_alignment=512", "quest.load_buckets=4", "quest.selected_groups=10",
+    "shadowkv.group_tokens=4", "shadowkv.record_alignment=512", "shadowkv.load_buckets=4", "shadowkv.rank=4",
+    "shadowkv.outlier_groups=1", "shadowkv.recent_groups=1",
     "loki.rank=4", "loki.selected_groups=20", "loki.load_buckets=16",
 ]  # fmt: skip
 
 
 def test_policies_side_by_side(run: Callable[..., Outcome], tmp_path: Path) -> None:
     """One run of the benchmark: each under its own name, with its memory; the adapters were made on the way."""
-    flags = ["--policies", "flexgen,quest,loki"]
+    flags = ["--policies", "flexgen,shadowkv,loki"]
     flags += [flag for setting in SMALL for flag in ("--set", setting)]
     code, out, err, report = run(
         "benchmark", *flags, "--context", "180", "--steps", "2", "--burst", "1", "--kv-memory", "3/5"
     )
     assert code == 0, err
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["flexgen", "quest", "loki"]
+    assert list(rows) == ["flexgen", "shadowkv", "loki"]
     assert [row["policy"] for row in rows.values()] == ["layer", "group", "group"]
-    assert rows["loki"]["ratio_to"].keys() == {"flexgen disk", "quest disk"}
-    assert rows["quest"]["selection"]["strategy"] == "quest"
+    assert rows["loki"]["ratio_to"].keys() == {"flexgen disk", "shadowkv disk"}
+    assert rows["shadowkv"]["selection"]["strategy"] == "shadowkv"
     assert (rows["loki"]["selection"]["rank"], rows["loki"]["selection"]["selected_groups"]) == (4, 20)
-    for name in ("quest", "loki"):
+    for name in ("shadowkv", "loki"):
         assert rows[name]["memory_fraction"] <= 0.6
         assert rows[name]["compiles_during_decode"] == 0
     assert report["kv_memory"] == 0.6

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from swapkv_jax import Engine
-from swapkv_jax.models import DTYPES
 from swapkv_jax.staging import put
 
 _MORE_THAN_CACHES = 256 << 20
@@ -30,7 +29,7 @@ def scan_seconds(engine: Engine) -> float:
 
     def random(name: str) -> jax.Array:
         buffer = shapes[name]
-        return put(rng.standard_normal(buffer.shape, np.float32).astype(DTYPES[buffer.dtype]))
+        return put(rng.standard_normal(buffer.shape, np.float32).astype(buffer.dtype))
 
     x, queries = random("x"), random("queries.0")
     adapter = random("adapter.0") if "adapter.0" in shapes else ()
