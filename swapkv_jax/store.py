@@ -1,12 +1,14 @@
 """Command line over stored sessions: what there is, whether it is intact, and getting rid of it.
 
-Exit codes: 0 done, 2 usage, 1 failure (for `verify`: something is damaged and was not repaired).
+Exit codes: 0 done, 2 usage, 1 failure (for `verify`: something is damaged and was not repaired, a session is gone, or
+one that was named was not looked at).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from swapkv_jax.errors import SwapKVError, UsageError
+from swapkv_jax.errors import SwapKVError, TierError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.planner.sizes import parse_size
 from swapkv_jax.sessions import AesGcm, SessionInfo, SessionStore
@@ -23,13 +25,14 @@ from swapkv_jax.sessions.aes_gcm import cipher_of
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.info import session_infos
 from swapkv_jax.sessions.privacy import check_private
-from swapkv_jax.sessions.salvage import catalog_problems, salvage
+from swapkv_jax.sessions.salvage import Salvage, catalog_problems, salvage, salvageable
+from swapkv_jax.sessions.store import delete_session, erase_deleted
 from swapkv_jax.sessions.transfer import export_session, import_session, read_header
 from swapkv_jax.sessions.verify import verify
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 from swapkv_jax.tiers import DiskStore
-from swapkv_jax.tiers.catalog import CATALOG_NAME
+from swapkv_jax.tiers.catalog import CATALOG_NAME, repair_advice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = Talk(options.quiet)
     options.store_dir = options.store_dir or default_store_dir()
     try:
-        if options.run is not _import and not (options.store_dir / CATALOG_NAME).exists():
-            raise UsageError(f"no sessions are stored in {options.store_dir}; name another --store-dir")
         check_private(options.store_dir)
+        if options.run is not _import:
+            _check_stored(options.store_dir)
         return options.run(options, say)
     except SwapKVError as error:
         say.always(f"{parser.prog}: error: {error}")
@@ -60,14 +63,15 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Looks after stored sessions.",
         epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure.",
     )
-    parser.add_argument("--store-dir", type=Path, help="the store (default: in the user's cache)")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="key of encrypted sessions")
-    parser.add_argument("--keyring", metavar="NAME", help="the key's name in the system's keyring")
-    parser.add_argument("--quiet", action="store_true", help="only results and errors")
+    _add_common(parser)
+    common = argparse.ArgumentParser(
+        add_help=False, argument_default=argparse.SUPPRESS
+    )  # or it undoes the above
+    _add_common(common)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = commands.add_parser(name, help=text, description=text, parents=[common])
         sub.set_defaults(run=run)
         return sub
 
@@ -96,9 +100,27 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """What may be given before the command or after it."""
+    default = {"default": parser.argument_default}
+    parser.add_argument("--store-dir", type=Path, help="the store (default: in the user's cache)", **default)
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="key of encrypted sessions", **default)
+    parser.add_argument("--keyring", metavar="NAME", help="the key's name in the system's keyring", **default)
+    quiet = parser.argument_default or False
+    parser.add_argument("--quiet", action="store_true", help="only results and errors", default=quiet)
+
+
+def _check_stored(directory: Path) -> None:
+    if not (directory / CATALOG_NAME).exists():
+        if any(directory.glob("*.kv")):
+            with DiskStore(directory, limit_bytes=None, fingerprint="") as disk, disk.exclusive():
+                disk.sessions.check_catalog()
+        raise UsageError(f"no sessions are stored in {directory}; name another --store-dir")
+
+
 def _list(options: argparse.Namespace, say: Talk) -> int:
     with _disk(options) as disk, disk.exclusive():
-        infos, used = session_infos(disk), disk.bytes_used
+        infos, used = _infos(disk), disk.bytes_used
     if options.json:
         print(json.dumps({"bytes": used, "sessions": [_record(info) for info in infos]}, indent=2))
         return 0
@@ -119,7 +141,7 @@ def _list(options: argparse.Namespace, say: Talk) -> int:
 
 def _show(options: argparse.Namespace, say: Talk) -> int:
     with _disk(options) as disk, disk.exclusive():
-        infos = {info.name: info for info in session_infos(disk)}
+        infos = {info.name: info for info in _infos(disk)}
         if options.name not in infos:
             raise UsageError(f"no session {options.name!r}; there are {', '.join(infos) or 'none'}")
         catalog = disk.sessions.catalog()
@@ -136,12 +158,10 @@ def _show(options: argparse.Namespace, say: Talk) -> int:
 def _verify(options: argparse.Namespace, say: Talk) -> int:
     problems = catalog_problems(options.store_dir)
     mended = []
-    if problems and options.repair:
+    complete = True
+    if problems and options.repair and salvageable(options.store_dir):
         done = salvage(options.store_dir)
-        mended.append(
-            f"{len(done.saved)} sessions are in a new catalogue, {done.lost} could not be saved; the old one is "
-            f"{done.quarantined}"
-        )
+        mended, complete = _salvaged(done, options), done.complete
     result = None
     if not problems or mended:
         with say.bars() as progress:
@@ -152,11 +172,13 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
                 cipher=_cipher(options),
                 progress=progress,
             )
-    intact = (not problems or bool(mended)) and result is not None and result.intact
+    intact = (not problems or bool(mended)) and complete and result is not None and result.intact
+    unseen = [name for name in options.names if result is not None and name in result.skipped]
+    code = 0 if intact and not unseen else 1
     if options.json:
         record = {"intact": intact, "catalog": {"problems": problems, "repaired": mended}}
         print(json.dumps(record | (msgspec.to_builtins(result) if result else {}), indent=2))
-        return 0 if intact else 1
+        return code
     for problem in problems:
         print(problem)
     for line in mended:
@@ -169,9 +191,27 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
         print(f"session {name!r} was not looked at: {why}")
     if result is not None:
         say(f"{result.sessions} sessions, {result.records} records read")
-    if not intact:
-        say("not all of it is as it was written; --repair keeps what is")
-    return 0 if intact else 1
+    if problems and not mended and options.repair:
+        say("there is nothing in the catalogue to repair it from")
+    elif not intact:
+        remedy = "what is named above is lost" if options.repair else repair_advice(options.store_dir)
+        say(f"not all of it is as it was written; {remedy}")
+    return code
+
+
+def _salvaged(done: Salvage, options: argparse.Namespace) -> list[str]:
+    lost = "nobody can tell how many" if done.lost is None else str(done.lost)
+    lines = [
+        f"{len(done.saved)} sessions are in a new catalogue, {lost} could not be saved; the old one is "
+        f"{done.quarantined}"
+    ]
+    if done.strangers:
+        sweep = f"python -m swapkv_jax.store --store-dir {shlex.quote(str(options.store_dir))} sweep"
+        lines.append(
+            f"{done.strangers} session files are left that no catalogue knows; put a copy of {CATALOG_NAME} back "
+            f"before anything else opens the store, or delete them with {sweep}"
+        )
+    return lines
 
 
 def _fork(options: argparse.Namespace, say: Talk) -> int:
@@ -204,24 +244,34 @@ def _import(options: argparse.Namespace, say: Talk) -> int:
 
 def _delete(options: argparse.Namespace, say: Talk) -> int:
     with _disk(options) as disk:
-        store = {info.name: info for info in _infos(disk)}
-        for name in options.names:
-            if name not in store:
-                raise UsageError(f"no session {name!r}; there are {', '.join(store) or 'none'}")
-        for name in options.names:
-            with _store(options, store[name].identity) as sessions:
-                say(f"deleted session {name!r}, {format_bytes(sessions.delete(name))}")
-        with disk.exclusive():
-            disk.sessions.catalog().compact()
+        names = list(dict.fromkeys(options.names))
+        known = [info.name for info in _infos(disk)]
+        for name in names:
+            if name not in known:
+                raise UsageError(f"no session {name!r}; there are {', '.join(known) or 'none'}")
+        for name in names:
+            say(f"deleted session {name!r}, {format_bytes(delete_session(disk, name))}")
+        try:
+            erase_deleted(disk)
+        except TierError as error:
+            raise TierError(
+                f"deleted, but their token ids may still be found in the catalogue: {error}"
+            ) from error
     return 0
 
 
 def _gc(options: argparse.Namespace, say: Talk) -> int:
+    size = parse_size(options.bytes)
     with _disk(options) as disk:
-        gone = disk.shrink(parse_size(options.bytes))
-        say(f"deleted {len(gone)} sessions; everything takes {format_bytes(disk.bytes_used)} now")
-    for name in gone:
-        print(name)
+        before = _infos(disk)
+        try:
+            disk.shrink(size)
+        finally:  # what could be deleted is, even where that is not enough
+            left = {(info.name, info.created) for info in _infos(disk)}
+            gone = [info.name for info in before if (info.name, info.created) not in left]
+            for name in gone:
+                print(name)
+            say(f"deleted {len(gone)} sessions; everything takes {format_bytes(disk.bytes_used)} now")
     return 0
 
 
@@ -249,6 +299,7 @@ def _cipher(options: argparse.Namespace) -> AesGcm | None:
 
 def _infos(disk: DiskStore) -> list[SessionInfo]:
     with disk.exclusive():
+        disk.sessions.check_catalog()
         return session_infos(disk)
 
 

@@ -101,12 +101,22 @@ def test_verify_mends_a_header_and_cuts_off_damaged_records(directory, capsys):
     poke(path, place + 100)
     for _ in range(2):
         assert run(directory, "verify") == 1
-        out = capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert f"python -m swapkv_jax.store --store-dir {directory} verify --repair" in err
         assert f"copy 1 of the header of {path} is damaged" in out
         assert out.count("layer 1, group 2 in ") == 2
         assert "repaired" not in out
+    with (
+        open_store(directory) as store,
+        store.open("a") as session,
+        pytest.raises(
+            TierError, match=f"written; .* --store-dir {directory} verify --repair keeps what is intact"
+        ),
+    ):
+        session.kv(1)
     assert run(directory, "verify", "--repair") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "verify --repair" not in out + err
     assert out.count("kept K and V of 128 of ") == 2
     assert "written anew from the other copy" in out
     assert run(directory, "verify") == 0
@@ -137,6 +147,9 @@ def test_verify_skips_what_is_in_use_or_has_another_key(directory, tmp_path, cap
         "secret": "it is encrypted with a key that was not given",
     }
     assert run(directory, "verify", "secret", key=key) == 0
+    capsys.readouterr()
+    assert run(directory, "verify", "a", "secret") == 1  # named, and not looked at
+    assert "session 'secret' was not looked at" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["row", "page", "head"])
@@ -157,9 +170,14 @@ def test_verify_saves_what_is_intact_of_a_damaged_catalogue(directory, capsys, d
     assert run(directory, "verify") == 1
     assert str(path) in capsys.readouterr().out
     assert set(directory.glob("*.kv")) == files
-    assert run(directory, "verify", "--repair") == 0
-    out = capsys.readouterr().out
+    assert run(directory, "verify", "--repair") == (0 if damage == "page" else 1)
+    out, err = capsys.readouterr()
     assert f"the old one is {path}.quarantined-1" in out
+    assert "verify --repair" not in out + err
+    if damage == "head":
+        assert "0 sessions are in a new catalogue, nobody can tell how many could not be saved" in out
+        assert "2 session files are left that no catalogue knows" in out
+        assert f"--store-dir {directory} sweep" in out
     assert run(directory, "verify") == 0
     if damage == "page":
         intact(directory)
@@ -170,18 +188,43 @@ def test_verify_saves_what_is_intact_of_a_damaged_catalogue(directory, capsys, d
                 check(session, [*range(256), *range(100)])
 
 
-def test_an_empty_catalogue_loses_no_file(directory):
+@pytest.mark.parametrize("damage", ["short", "noise"])
+def test_repair_says_that_sessions_are_gone(directory, capsys, damage):
+    path = directory / "catalog.sqlite"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9000] if damage == "short" else np.random.default_rng(1).bytes(len(whole)))
+    assert run(directory, "verify", "--repair") == 1
+    out = capsys.readouterr().out
+    assert "0 could not be saved" not in out
+    assert "2 session files are left that no catalogue knows" in out
+    assert len(list(directory.glob("*.kv"))) == 2
+
+
+def test_an_empty_catalogue_loses_no_file(directory, capsys):
     (directory / "catalog.sqlite").write_bytes(b"")
     for _ in range(2):
         with pytest.raises(TierError, match=r"catalog\.sqlite is empty, so nobody can tell whose 2 files"):
             open_store(directory)
+        for command in (
+            ["list"],
+            ["show", "a"],
+            ["verify"],
+            ["verify", "--repair"],
+            ["delete", "a"],
+            ["gc", "1KiB"],
+        ):
+            assert run(directory, *command) == 1
+            out, err = capsys.readouterr()
+            assert "catalog.sqlite is empty, so nobody can tell whose 2 files" in out + err
     assert len(list(directory.glob("*.kv"))) == 2
 
 
 def test_a_missing_catalogue_loses_no_file(directory, capsys):
     os.rename(directory / "catalog.sqlite", directory / "elsewhere")
     files = set(directory.glob("*.kv"))
-    assert run(directory, "verify") == 2
+    for command in (["list"], ["verify"], ["verify", "--repair"]):
+        assert run(directory, *command) == 1
+        assert "catalog.sqlite is missing, so nobody can tell whose 2 files" in capsys.readouterr().err
     with pytest.raises(TierError, match=r"catalog\.sqlite is missing, so nobody can tell whose 2 files"):
         open_store(directory)
     assert set(directory.glob("*.kv")) == files
@@ -242,7 +285,7 @@ def test_delete_gc_and_sweep(directory, capsys):
             assert "session 'b' is in use" in capsys.readouterr().err
             assert run(directory, "gc", "1KiB") == 1
             assert "still takes" in capsys.readouterr().err
-    assert run(directory, "delete", "b") == 0
+    assert run(directory, "delete", "b", "b") == 0
     assert np.arange(20, 90, dtype="<i4").tobytes() not in (directory / "catalog.sqlite").read_bytes()
     with open_store(directory) as store, store.open("b") as session:
         say(session, range(100))
@@ -269,3 +312,82 @@ def test_fork(directory, capsys):
     intact(directory)
     assert run(directory, "fork", "a", "b") == 2
     assert run(directory, "fork", "x", "d") == 2
+
+
+def test_gc_names_what_it_deleted_in_vain(directory, capsys):
+    with open_store(directory) as store, store.open("c") as session:
+        say(session, range(900, 1000))
+        session.commit(range(900, 1000), {})
+        assert run(directory, "gc", "1KiB") == 1
+        assert sorted(capsys.readouterr().out.split()) == ["a", "b"]
+        assert [info.name for info in store.list()] == ["c"]
+
+
+def test_flags_go_before_the_command_or_after_it(directory, tmp_path, capsys):
+    assert main(["list", "--quiet", "--store-dir", str(directory)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--quiet", "list", "--store-dir", str(directory)]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(directory, "verify", "--key-file", tmp_path / "no") == 2
+    assert "cannot read the key file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "   ", "n" * 201, "a\nb"])
+def test_names_that_cannot_be(directory, tmp_path, capsys, name):
+    assert run(directory, "export", "a", tmp_path / "a.safetensors") == 0
+    for command in (["import", tmp_path / "a.safetensors", "--name", name], ["fork", "a", name]):
+        capsys.readouterr()
+        assert run(directory, *command) == 2
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert "must be 1 to 200 printable characters" in err
+        assert "n" * 61 not in err
+
+
+FULL = """
+import os, shutil, sys
+from pathlib import Path
+from swapkv_jax.store import main
+source, disk, out = map(Path, sys.argv[1:])
+store = disk / "store"
+shutil.copytree(source, store)
+with open(disk / "ballast", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError as error:
+        print(error)
+def run(*arguments):
+    print(arguments[0], main(["--store-dir", str(store), *map(str, arguments)]), flush=True)
+run("list")
+run("verify")
+run("export", "a", out)
+run("delete", "t", "b")  # which have no files of their own
+run("delete", "c")
+run("verify")
+run("list")
+"""
+
+
+def test_a_full_disk(directory, tmp_path):
+    with open_store(directory) as store:
+        for name, ids in (("b", range(256)), ("c", range(900, 1000)), ("t", range(9))):
+            with store.open(name) as session:
+                session.truncate(0 if name != "b" else 256)
+                say(session, ids)
+                session.commit(ids, {})
+    disk, out = tmp_path / "disk", tmp_path / "a.safetensors"
+    disk.mkdir()
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount a small disk")
+    inside = 'mount -t tmpfs -o size=1m,mode=700 tmpfs "$3" && exec "$1" -c "$0" "$2" "$3" "$4"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", inside, FULL, sys.executable, str(directory), str(disk), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    codes = [line for line in done.stdout.splitlines() if line[-2:] in (" 0", " 1", " 2")]
+    assert "No space left on device" in done.stdout
+    assert codes == ["list 0", "verify 0", "export 0", "delete 0", "delete 0", "verify 0", "list 0"], done
+    assert "1 sessions; everything in" in done.stderr
+    assert out.exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -11,7 +13,8 @@ from swapkv_jax.errors import TierError
 from swapkv_jax.sessions.cipher import Cipher, NotAuthentic
 from swapkv_jax.sessions.contents import bind
 from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
-from swapkv_jax.tiers import DiskStore, SequenceFile
+from swapkv_jax.tiers import DiskStore, SequenceFile, planned_file_bytes
+from swapkv_jax.tiers.catalog import repair_advice
 from swapkv_jax.tiers.catalog_rows import Span
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX
 
@@ -23,6 +26,11 @@ class SessionFiles:
         self.disk, self.layout, self.cipher = disk, layout, cipher
         self._payload_bytes = layout.payload_bytes + cipher.overhead
         self._uses: Counter[str] = Counter()
+
+    def planned_bytes(self, groups: int) -> int:
+        """The most that a file of so many groups takes, filesystem metadata included."""
+        alignment = self.disk.support.alignment
+        return planned_file_bytes(self.layout.layers, groups, self._payload_bytes, alignment)
 
     def create(self, groups: int) -> SequenceFile:
         """A new file with room for `groups` groups.
@@ -49,13 +57,14 @@ class SessionFiles:
         Raises:
           TierError: missing, damaged or truncated.
         """
-        file = self.disk.open(
-            name,
-            layers=self.layout.layers,
-            group_tokens=SESSION_GROUP,
-            payload_bytes=self._payload_bytes,
-            shared=True,
-        )
+        with self._advised():
+            file = self.disk.open(
+                name,
+                layers=self.layout.layers,
+                group_tokens=SESSION_GROUP,
+                payload_bytes=self._payload_bytes,
+                shared=True,
+            )
         self._uses[name] += 1
         return file
 
@@ -90,7 +99,8 @@ class SessionFiles:
         Raises:
           TierError: the read keeps failing, or a record is damaged, missing or another's.
         """
-        file.read(layer, first, len(out), out, nonces=nonces)
+        with self._advised():
+            file.read(layer, first, len(out), out, nonces=nonces)
         try:
             self.cipher.open_records(out, self.layout.payload_bytes, nonces=nonces, layer=layer, first=first)
         except NotAuthentic:
@@ -98,6 +108,17 @@ class SessionFiles:
                 f"a record of layer {layer} from group {first} on of {file.path} was not encrypted for that place: "
                 f"somebody changed the file; delete the sessions that use it"
             ) from None
+
+    @contextmanager
+    def _advised(self) -> Iterator[None]:
+        """Sequences can be made again, so that deleting one is good advice; a session's file others share."""
+        try:
+            yield
+        except TierError as error:
+            wrong, _, advice = str(error).rpartition("; ")
+            if not advice.startswith("delete "):
+                raise
+            raise TierError(f"{wrong}; {repair_advice(self.disk.directory)}") from error
 
     def open_value(self, data: bytes, name: str, what: str, tokens: int) -> bytes:
         """What the catalogue has of a session, decrypted: see `bind`.

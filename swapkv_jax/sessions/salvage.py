@@ -10,28 +10,54 @@ from pathlib import Path
 
 from swapkv_jax.errors import TierError
 from swapkv_jax.tiers import DiskStore
-from swapkv_jax.tiers.catalog import CATALOG_NAME, Catalog
+from swapkv_jax.tiers.catalog import CATALOG_NAME, Catalog, without_advice
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
 
 @dataclass(frozen=True)
 class Salvage:
-    """The sessions that were saved, how many were not, and where the damaged catalogue is now."""
+    """What became of a damaged catalogue.
+
+    Attributes:
+      saved: the sessions that are in the new one.
+      lost: how many are not, as far as can be told: None if not even that.
+      strangers: files of sessions that the new one does not know.
+      quarantined: where the damaged one is now.
+    """
 
     saved: list[str]
-    lost: int
+    lost: int | None
+    strangers: int
     quarantined: Path
+
+    @property
+    def complete(self) -> bool:
+        """Whether every session was saved."""
+        return self.lost == 0 and not self.strangers
 
 
 def catalog_problems(directory: Path) -> list[str]:
     """What is wrong with the catalogue: its structure, or sessions that are not as they were written."""
     with DiskStore(directory, limit_bytes=None, fingerprint="") as disk, disk.exclusive():
         try:
+            disk.sessions.check_catalog()
             catalog = disk.sessions.catalog()
             damaged = [f"session {name!r} is damaged" for name in catalog.damaged_sessions()]
             return [f"{catalog.path}: {problem}" for problem in catalog.problems() + damaged]
         except TierError as error:
-            return [str(error)]
+            return [without_advice(error, directory)]
+
+
+def salvageable(directory: Path) -> bool:
+    """Whether there is anything in a catalogue, however damaged, that may be saved."""
+    path = directory / CATALOG_NAME
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with DiskStore(directory, limit_bytes=None, fingerprint="") as disk, disk.exclusive():
+        try:
+            return disk.sessions.catalog().last_id() > 0
+        except TierError:
+            return True
 
 
 def salvage(directory: Path) -> Salvage:
@@ -55,7 +81,9 @@ def salvage(directory: Path) -> Salvage:
                     catalog.restore(entry, contents)
                     for span in contents.spans:
                         catalog.add_file(span.file, None, _size(disk.path(span.file)))
-                catalog.skip_ids(max(1, len(intact) + lost))  # it is not a new one, even if it is empty
+                catalog.skip_ids(
+                    max(1, len(intact) + (lost or 0))
+                )  # it is not a new one, even if it is empty
             catalog.close()
             quarantined = _free_name(old)
             os.link(old, quarantined)
@@ -64,19 +92,21 @@ def salvage(directory: Path) -> Salvage:
                     os.rename(f"{old}{suffix}", f"{quarantined}{suffix}")
             os.replace(new, old)
             disk.sync_directory()
+            strangers = len(disk.sessions.strangers())
         finally:
             for lock in locks:
                 disk.sessions.unlock(lock)
-    return Salvage([entry.name for entry, _ in intact], lost, quarantined)
+    return Salvage([entry.name for entry, _ in intact], lost, strangers, quarantined)
 
 
-def _intact(path: Path) -> tuple[list[tuple[SessionEntry, SessionContents]], int]:
-    """Committed sessions that verify; and how many do not."""
+def _intact(path: Path) -> tuple[list[tuple[SessionEntry, SessionContents]], int | None]:
+    """Committed sessions that verify; and how many do not, None if nobody can tell."""
     try:
         catalog = Catalog(path)
     except TierError:
-        return [], 0
-    intact, lost = [], 0
+        return [], None
+    intact: list[tuple[SessionEntry, SessionContents]] = []
+    lost = 0
     try:
         # One by one: where a page is damaged, only the rows on it cannot be read.
         for session in range(1, catalog.last_id() + 1):
@@ -89,7 +119,7 @@ def _intact(path: Path) -> tuple[list[tuple[SessionEntry, SessionContents]], int
             if entry is not None and contents is not None and entry.committed:
                 intact.append((entry, contents))
     except TierError:
-        pass  # not even the table can be read
+        return [], None  # not even the table can be read
     finally:
         with suppress(TierError):
             catalog.close()

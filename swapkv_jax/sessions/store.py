@@ -19,9 +19,10 @@ from swapkv_jax.sessions.prefix import shared_prefix
 from swapkv_jax.sessions.privacy import check_private
 from swapkv_jax.sessions.session import Durability, Session
 from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
+from swapkv_jax.tiers.catalog import was_full
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 
-_LONGEST_NAME = 200
+_LONGEST_NAME, _SHOWN_NAME = 200, 60
 _ROW_BYTES_PER_TOKEN = 8  # its id, and its share of a span per group
 
 
@@ -110,7 +111,7 @@ class SessionStore:
           UsageError: a name that cannot be.
           TierError: in use, of another model or key, or damaged.
         """
-        _check_name(name)
+        check_name(name)
         with self._disk.exclusive():
             entry = self._known(name)
             if entry is None:
@@ -139,9 +140,9 @@ class SessionStore:
           UsageError: the source does not exist, or the name does.
           TierError: the source is of another model or key, or damaged; or there is no room.
         """
-        _check_name(name)
+        check_name(name)
         with self._disk.exclusive():
-            entry = self._committed(source)
+            entry = _committed(self._disk, source)
             catalog = self._sessions.catalog()
             if self._known(name) is not None:
                 raise UsageError(f"there is a session {name!r} already; delete it or choose another name")
@@ -174,11 +175,7 @@ class SessionStore:
           UsageError: there is none of that name.
           TierError: it is in use.
         """
-        with self._disk.exclusive():
-            entry = self._committed(name)
-            if not self._sessions.idle(entry):
-                raise TierError(f"session {name!r} is in use; close it, or wait for its process to end")
-            return self._sessions.forget(entry)
+        return delete_session(self._disk, name)
 
     def gc(self, byte_budget: int) -> list[str]:
         """Deletes past sessions, least recently used first, until everything takes at most `byte_budget` bytes, and
@@ -218,13 +215,6 @@ class SessionStore:
                 catalog.touch(session.id)
         elif entry is not None:
             self._sessions.forget(entry)
-
-    def _committed(self, name: str) -> SessionEntry:
-        entry = self._sessions.catalog().entry(name)
-        if entry is None or not entry.committed:
-            names = ", ".join(repr(e.name) for e in self._sessions.catalog().entries() if e.committed)
-            raise UsageError(f"no session {name!r} in {self.directory}; there are {names or 'none'}")
-        return entry
 
     def _known(self, name: str) -> SessionEntry | None:
         """The session of that name, unless its process was killed before it came to anything."""
@@ -282,8 +272,54 @@ class SessionStore:
         )
 
 
-def _check_name(name: str) -> None:
-    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+def delete_session(disk: DiskStore, name: str) -> int:
+    """Deletes a session, of whatever model; what others share stays. Returns the bytes that frees.
+
+    Raises:
+      UsageError: there is none of that name.
+      TierError: it is in use, or the disk is too full even for that.
+    """
+    with disk.exclusive():
+        entry = _committed(disk, name)
+        if not disk.sessions.idle(entry):
+            raise TierError(f"session {name!r} is in use; close it, or wait for its process to end")
+        return disk.sessions.forget(entry)
+
+
+def erase_deleted(disk: DiskStore) -> None:
+    """Takes what deleted sessions had in the catalogue off the disk.
+
+    Raises:
+      TierError: the disk is full, and others use the catalogue.
+    """
+    with disk.exclusive():
+        catalog = disk.sessions.catalog()
+        try:
+            catalog.compact()
+        except TierError as error:
+            if not was_full(error):
+                raise
+            with catalog.in_place():
+                catalog.compact()
+
+
+def _committed(disk: DiskStore, name: str) -> SessionEntry:
+    catalog = disk.sessions.catalog()
+    entry = catalog.entry(name)
+    if entry is None or not entry.committed:
+        names = ", ".join(repr(e.name) for e in catalog.entries() if e.committed)
+        raise UsageError(f"no session {name!r} in {disk.directory}; there are {names or 'none'}")
+    return entry
+
+
+def check_name(name: str) -> None:
+    """Refuses what cannot be a session's name.
+
+    Raises:
+      UsageError: it is empty, blank, too long or not printable.
+    """
+    if not name.strip() or len(name) > _LONGEST_NAME or not name.isprintable():
+        shown = repr(name if len(name) <= _SHOWN_NAME else f"{name[:_SHOWN_NAME]}…")
         raise UsageError(
-            f"session name {name!r} must be 1 to {_LONGEST_NAME} printable characters; choose another"
+            f"session name {shown} must be 1 to {_LONGEST_NAME} printable characters, not only spaces; choose another"
         )

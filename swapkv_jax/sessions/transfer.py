@@ -21,7 +21,7 @@ from swapkv_jax.errors import TierError, UsageError
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.layout import Layout
 from swapkv_jax.sessions.session import Session
-from swapkv_jax.sessions.store import SessionStore
+from swapkv_jax.sessions.store import SessionStore, check_name
 
 Progress = Callable[[int, int], None]
 
@@ -94,7 +94,8 @@ def import_session(
     if identity != store.identity:
         raise TierError(f"{path} was made with {store.identity.difference(identity)}; use that model")
     layout = Layout.of(identity)
-    name = name or str(metadata["name"])
+    name = str(metadata["name"]) if name is None else name
+    check_name(name)
     if any(info.name == name for info in store.list()):
         raise UsageError(f"there is a session {name!r} already; delete it or choose another name")
     data = np.memmap(path, np.uint8, "r", offset=start)

@@ -17,6 +17,7 @@ from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
 from swapkv_jax.sessions.lost import shorten
 from swapkv_jax.tiers import DiskStore, SequenceFile, Syscalls
+from swapkv_jax.tiers.catalog import without_advice
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
 from swapkv_jax.tiers.header import HEADER_BYTES, damaged_copies, readable
 
@@ -142,7 +143,7 @@ class _Check:
                 ):
                     self._files.open_value(value, name, what, tokens)
             except TierError as error:
-                self._result.findings.append(Finding(name, str(error)))
+                self._result.findings.append(Finding(name, without_advice(error, disk.directory)))
                 return
         self._good_groups = count(contents.spans)
         self._check_files(contents)
@@ -170,7 +171,7 @@ class _Check:
                         try:
                             opened[span.file] = self._files.open(span.file)
                         except TierError as error:
-                            lost = str(error)
+                            lost = without_advice(error, self._files.disk.directory)
                     if lost is not None:
                         self._bad(first_group, lost)
                         return
@@ -222,7 +223,7 @@ class _Check:
             self._files.read(file, layer, first, np.full(n, nonce, np.uint64), file.buffer(n))
         except TierError as error:
             if n == 1:
-                self._bad(group, str(error))
+                self._bad(group, without_advice(error, self._files.disk.directory))
                 return
             for i in range(n):
                 self._check_records(layer, group + i, file, first + i, 1, nonce)

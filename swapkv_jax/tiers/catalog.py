@@ -8,6 +8,7 @@ values lie, since SQLite does not notice a flipped bit inside a value. Every cal
 from __future__ import annotations
 
 import os
+import shlex
 import sqlite3
 import time
 from collections import Counter
@@ -19,9 +20,9 @@ from swapkv_jax.errors import TierError
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry, Span, seal
 
 CATALOG_NAME = "catalog.sqlite"
-REPAIR = "python -m swapkv_jax.store verify --repair saves what is intact"
 
 _VERSION = 1
+_PATIENCE_S = 30
 _LOG_LIMIT = 16 << 20  # then it is emptied into the database
 _SCHEMA = """
 CREATE TABLE sessions (
@@ -60,6 +61,30 @@ CREATE TABLE files (
 """
 
 
+def repair_advice(directory: Path) -> str:
+    """What to do about something damaged in a store."""
+    where = shlex.quote(str(directory))
+    return f"python -m swapkv_jax.store --store-dir {where} verify --repair keeps what is intact"
+
+
+def without_advice(error: TierError, directory: Path) -> str:
+    """What was wrong, for somebody who is following `repair_advice` already."""
+    return str(error).removesuffix(f"; {repair_advice(directory)}")
+
+
+def was_full(error: TierError) -> bool:
+    """Whether the catalogue failed for want of room on the disk, or may have."""
+    cause = error.__cause__
+    if not isinstance(cause, sqlite3.OperationalError):
+        return False
+    # Beside the log, SQLite needs room for its index, and says no more than "I/O error" where there is none.
+    return cause.sqlite_errorcode & 0xFF in (
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+
+
 class Catalog:
     """One connection to a directory's catalogue."""
 
@@ -73,9 +98,23 @@ class Catalog:
         with self._explained("open"):
             # SQLite would make it readable to others; what it puts beside the database takes this mode too.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
+        try:
+            self._connect(alone=False)
+        except TierError as error:
+            if not was_full(error):
+                raise
+            self._connect(alone=True)
+
+    def _connect(self, *, alone: bool) -> None:
+        """Connects. `alone`, SQLite keeps the log's index in memory, where a full disk has no room for it, and others
+        cannot connect meanwhile."""
+        self._alone = alone
+        with self._explained("open"):
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
         try:
             with self._explained("open"):
+                if alone:
+                    self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
                 self._prepare()
         except BaseException:
             self._db.close()
@@ -154,7 +193,9 @@ class Catalog:
             tokens, tail, state = row
             contents = SessionContents(tokens=tokens, tail=tail, state=state, spans=self.spans(entry.id))
         if contents is None or sealed != seal(entry, contents):
-            raise TierError(f"session {entry.name!r} is damaged in {self.path}; {REPAIR}")
+            raise TierError(
+                f"session {entry.name!r} is damaged in {self.path}; {repair_advice(self.path.parent)}"
+            )
         return contents
 
     def spans(self, session: int) -> tuple[Span, ...]:
@@ -203,7 +244,7 @@ class Catalog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-            if Path(f"{self.path}-wal").stat().st_size > _LOG_LIMIT:
+            if self._log_bytes > _LOG_LIMIT:
                 self.checkpoint()
 
     def add(
@@ -313,6 +354,26 @@ class Catalog:
             self._db.execute("VACUUM")
         self.checkpoint()
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """What the block writes needs no room on the disk, but whoever is killed meanwhile leaves a damaged catalogue:
+        only for deleting where a full disk leaves no other way.
+
+        Raises:
+            TierError: others are connected.
+        """
+        try:
+            with self._explained("write"):
+                self._db.execute("PRAGMA busy_timeout = 0")  # they stay connected for as long as they run
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._db.execute("PRAGMA journal_mode = MEMORY")
+            yield
+        finally:
+            with self._explained("write"):
+                self._db.execute(f"PRAGMA locking_mode = {'EXCLUSIVE' if self._alone else 'NORMAL'}")
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute(f"PRAGMA busy_timeout = {1000 * _PATIENCE_S}")
+
     def close(self) -> None:
         """Closes the connection; the last one moves the log into the database."""
         with self._explained("close"):
@@ -347,6 +408,13 @@ class Catalog:
 
     # ---- inside --------------------------------------------------------------------------------------
 
+    @property
+    def _log_bytes(self) -> int:
+        try:
+            return Path(f"{self.path}-wal").stat().st_size
+        except FileNotFoundError:  # `in_place` there is none
+            return 0
+
     def _entries(self, condition: str, *values: object) -> list[SessionEntry]:
         rows = self._all(
             "SELECT id, name, identity, cipher, stored, token_count, committed, created, last_use FROM sessions "
@@ -379,7 +447,9 @@ class Catalog:
                 f"cannot {verb} {self.path}: {error}; free some space, check the disk, or choose another --store-dir"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise TierError(f"cannot {verb} {self.path}: {error}; {REPAIR}") from error
+            raise TierError(
+                f"cannot {verb} {self.path}: {error}; {repair_advice(self.path.parent)}"
+            ) from error
         except OSError as error:
             raise TierError(
                 f"cannot {verb} {self.path}: errno {error.errno}, {error.strerror}; choose another --store-dir"

@@ -114,6 +114,8 @@ class DirectSupport:
 def probe_direct(directory: Path, syscalls: Syscalls) -> DirectSupport:
     """Find out by a real write and read of a throw-away file, since flags and statvfs both mislead.
 
+    A full disk, which takes none either, counts as one without O_DIRECT.
+
     Raises:
         UsageError: the directory takes no file at all.
     """
@@ -141,6 +143,11 @@ def probe_direct(directory: Path, syscalls: Syscalls) -> DirectSupport:
             path.unlink(missing_ok=True)
         syscalls.close(syscalls.open(path, flags))
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is there can be read and deleted all the same
+            full = (
+                f"no room to find out about O_DIRECT ({error.strerror}); using buffered I/O; free some space"
+            )
+            return DirectSupport(direct=False, alignment=PAGE, note=f"{directory}: {full}")
         raise UsageError(
             f"cannot write in store directory {directory}: errno {error.errno}, {error.strerror}; "
             f"choose another --store-dir"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swapkv_jax.errors import TierError
-from swapkv_jax.tiers.catalog import CATALOG_NAME, REPAIR, Catalog
+from swapkv_jax.tiers.catalog import CATALOG_NAME, Catalog, repair_advice, was_full
 from swapkv_jax.tiers.catalog_rows import SessionEntry
 from swapkv_jax.tiers.store_directory import SESSION_PREFIX, StoreDirectory
 
@@ -91,12 +91,20 @@ class PastSessions:
 
     def forget(self, entry: SessionEntry) -> int:
         """Deletes a session that nobody uses, and what of its files no other has. Returns the bytes that frees."""
-        catalog = self.catalog()
-        with catalog.transaction(durable=False):
-            catalog.remove(entry.id)
+        catalog, freed = self.catalog(), 0
+        try:
+            self._remove_row(entry)
+        except TierError as error:
+            if not was_full(error):
+                raise
+            if freed := self._remove_files(entry):
+                self._remove_row(entry)
+            else:
+                with catalog.in_place():
+                    self._remove_row(entry)
         catalog.checkpoint()
         self._directory.forget_lock(_lock_name(entry.id))
-        return self.delete_unused()
+        return freed + self.delete_unused()
 
     def delete_unused(self) -> int:
         """Deletes the files in the catalogue that no session has groups in. Returns the bytes that frees."""
@@ -110,6 +118,26 @@ class PastSessions:
                 catalog.remove_files(unused)
         return freed
 
+    def check_catalog(self) -> list[str]:
+        """The parts of sessions that lie here, if there is a catalogue that may say whose they are.
+
+        Raises:
+            TierError: it is missing or empty though there are some, or cannot be read.
+        """
+        files = self._directory.session_files()
+        lost = files and ("missing" if not self.exist else "empty" if self.catalog().last_id() == 0 else None)
+        if lost:
+            raise TierError(
+                f"{self._path} is {lost}, so nobody can tell whose {len(files)} files "
+                f"beside it are; put it back, or delete them"
+            )
+        return files
+
+    def strangers(self) -> list[str]:
+        """Parts of sessions that the catalogue does not know, and nobody has open: what `sweep` deletes."""
+        known = self.catalog().files()
+        return [f for f in self._directory.session_files() if f not in known and self._files.evictable(f)]
+
     def sweep(self) -> tuple[int, str | None]:
         """Deletes what killed processes left: sessions never committed, files that are no session's, locks of
         sessions that are gone. Returns the bytes that frees, and why nothing was deleted though something seems left.
@@ -117,21 +145,15 @@ class PastSessions:
         Raises:
             TierError: the catalogue cannot be read, or is missing.
         """
-        files = self._directory.session_files()
-        lost = "missing" if not self.exist else "empty" if self.catalog().last_id() == 0 else None
-        if files and lost:
-            raise TierError(
-                f"{self._path} is {lost}, so nobody can tell whose {len(files)} files "
-                f"beside it are; put it back, or delete them"
-            )
+        self.check_catalog()
         catalog, freed = self.catalog(), 0
         abandoned = [entry for entry in catalog.entries() if not entry.committed and self.idle(entry)]
-        known = catalog.files()
-        orphans = [file for file in files if file not in known and self._files.evictable(file)]
+        orphans = self.strangers()
         unused = catalog.unused_files()
         if (abandoned or orphans or unused) and (damaged := catalog.problems() + catalog.damaged_sessions()):
             # What does not seem to be anybody's may well be somebody's.
-            return 0, f"{self._path} is damaged ({damaged[0]}), so nothing was cleared away; {REPAIR}"
+            advice = repair_advice(self._directory.path)
+            return 0, f"{self._path} is damaged ({damaged[0]}), so nothing was cleared away; {advice}"
         for entry in abandoned:
             freed += self.forget(entry)
         freed += self.delete_unused()
@@ -146,6 +168,20 @@ class PastSessions:
         if self._catalog is not None:
             self._catalog.close()
             self._catalog = None
+
+    def _remove_row(self, entry: SessionEntry) -> None:
+        catalog = self.catalog()
+        with catalog.transaction(durable=False):
+            catalog.remove(entry.id)
+
+    def _remove_files(self, entry: SessionEntry) -> int:
+        """Deletes the files that only this session has, ahead of its row: the room that removing that takes."""
+        catalog, freed = self.catalog(), 0
+        for file in {span.file for span in catalog.spans(entry.id)}:
+            if catalog.users(file) == [entry.id] and self._files.evictable(file):
+                freed += self._files.size(file)
+                self._files.remove(file)
+        return freed
 
     @property
     def _path(self) -> Path:
