@@ -356,7 +356,7 @@ class Catalog:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What the block writes needs no room on the disk, but whoever is killed meanwhile leaves a damaged catalogue:
+        """What the block writes needs no room on the disk, but who is killed meanwhile leaves a damaged catalogue:
         only for deleting where a full disk leaves no other way.
 
         Raises:
