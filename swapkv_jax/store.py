@@ -25,7 +25,7 @@ from swapkv_jax.sessions.aes_gcm import cipher_of
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.info import session_infos
 from swapkv_jax.sessions.privacy import check_private
-from swapkv_jax.sessions.salvage import Salvage, catalog_problems, salvage, salvageable
+from swapkv_jax.sessions.salvage import catalog_problems, salvage, salvageable
 from swapkv_jax.sessions.store import delete_session, erase_deleted
 from swapkv_jax.sessions.transfer import export_session, import_session, read_header
 from swapkv_jax.sessions.verify import verify
@@ -120,9 +120,10 @@ def _check_stored(directory: Path) -> None:
 
 def _list(options: argparse.Namespace, say: Talk) -> int:
     with _disk(options) as disk, disk.exclusive():
-        infos, used = _infos(disk), disk.bytes_used
+        infos, used, strangers = _infos(disk), disk.bytes_used, len(disk.sessions.strangers())
     if options.json:
-        print(json.dumps({"bytes": used, "sessions": [_record(info) for info in infos]}, indent=2))
+        sessions = [_record(info) for info in infos]
+        print(json.dumps({"bytes": used, "unknown_files": strangers, "sessions": sessions}, indent=2))
         return 0
     rows = [("NAME", "TOKENS", "STORED", "OWN", "SHARED", "LAST USE", "")]
     for info in infos:
@@ -136,6 +137,7 @@ def _list(options: argparse.Namespace, say: Talk) -> int:
                  enumerate(zip(row, widths, strict=True))]  # fmt: skip
         print("  ".join(cells).rstrip())
     say(f"{len(infos)} sessions; everything in {options.store_dir} takes {format_bytes(used)}")
+    _tell_of_strangers(strangers, options, say)
     return 0
 
 
@@ -158,10 +160,15 @@ def _show(options: argparse.Namespace, say: Talk) -> int:
 def _verify(options: argparse.Namespace, say: Talk) -> int:
     problems = catalog_problems(options.store_dir)
     mended = []
-    complete = True
+    all_saved = True
     if problems and options.repair and salvageable(options.store_dir):
         done = salvage(options.store_dir)
-        mended, complete = _salvaged(done, options), done.complete
+        lost = "nobody can tell how many" if done.lost is None else str(done.lost)
+        all_saved = done.lost == 0
+        mended.append(
+            f"{len(done.saved)} sessions are in a new catalogue, {lost} could not be saved; the old one is "
+            f"{done.quarantined}"
+        )
     result = None
     if not problems or mended:
         with say.bars() as progress:
@@ -172,11 +179,20 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
                 cipher=_cipher(options),
                 progress=progress,
             )
-    intact = (not problems or bool(mended)) and complete and result is not None and result.intact
+    strangers = 0
+    if result is not None:
+        with _disk(options) as disk, disk.exclusive():
+            strangers = len(disk.sessions.strangers())
+    all_saved = all_saved and not (mended and strangers)
+    intact = (not problems or bool(mended)) and all_saved and result is not None and result.intact
     unseen = [name for name in options.names if result is not None and name in result.skipped]
     code = 0 if intact and not unseen else 1
     if options.json:
-        record = {"intact": intact, "catalog": {"problems": problems, "repaired": mended}}
+        record = {
+            "intact": intact,
+            "catalog": {"problems": problems, "repaired": mended},
+            "unknown_files": strangers,
+        }
         print(json.dumps(record | (msgspec.to_builtins(result) if result else {}), indent=2))
         return code
     for problem in problems:
@@ -191,6 +207,7 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
         print(f"session {name!r} was not looked at: {why}")
     if result is not None:
         say(f"{result.sessions} sessions, {result.records} records read")
+    _tell_of_strangers(strangers, options, say)
     if problems and not mended and options.repair:
         say("there is nothing in the catalogue to repair it from")
     elif not intact:
@@ -199,19 +216,13 @@ def _verify(options: argparse.Namespace, say: Talk) -> int:
     return code
 
 
-def _salvaged(done: Salvage, options: argparse.Namespace) -> list[str]:
-    lost = "nobody can tell how many" if done.lost is None else str(done.lost)
-    lines = [
-        f"{len(done.saved)} sessions are in a new catalogue, {lost} could not be saved; the old one is "
-        f"{done.quarantined}"
-    ]
-    if done.strangers:
+def _tell_of_strangers(count: int, options: argparse.Namespace, say: Talk) -> None:
+    if count:
         sweep = f"python -m swapkv_jax.store --store-dir {shlex.quote(str(options.store_dir))} sweep"
-        lines.append(
-            f"{done.strangers} session files are left that no catalogue knows; put a copy of {CATALOG_NAME} back "
-            f"before anything else opens the store, or delete them with {sweep}"
+        say.always(
+            f"{count} session files are left that no catalogue knows; put a copy of {CATALOG_NAME} back before "
+            f"anything else opens the store, or delete them with {sweep}"
         )
-    return lines
 
 
 def _fork(options: argparse.Namespace, say: Talk) -> int:

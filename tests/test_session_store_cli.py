@@ -176,8 +176,8 @@ def test_verify_saves_what_is_intact_of_a_damaged_catalogue(directory, capsys, d
     assert "verify --repair" not in out + err
     if damage == "head":
         assert "0 sessions are in a new catalogue, nobody can tell how many could not be saved" in out
-        assert "2 session files are left that no catalogue knows" in out
-        assert f"--store-dir {directory} sweep" in out
+        assert "2 session files are left that no catalogue knows" in err
+        assert f"--store-dir {directory} sweep" in err
     assert run(directory, "verify") == 0
     if damage == "page":
         intact(directory)
@@ -194,10 +194,14 @@ def test_repair_says_that_sessions_are_gone(directory, capsys, damage):
     whole = path.read_bytes()
     path.write_bytes(whole[:9000] if damage == "short" else np.random.default_rng(1).bytes(len(whole)))
     assert run(directory, "verify", "--repair") == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "0 could not be saved" not in out
-    assert "2 session files are left that no catalogue knows" in out
+    assert "2 session files are left that no catalogue knows" in err
+    assert run(directory, "list") == 0
+    assert "2 session files are left that no catalogue knows" in capsys.readouterr().err
     assert len(list(directory.glob("*.kv"))) == 2
+    assert run(directory, "sweep") == 0
+    assert not list(directory.glob("*.kv"))
 
 
 def test_an_empty_catalogue_loses_no_file(directory, capsys):

@@ -21,19 +21,12 @@ class Salvage:
     Attributes:
       saved: the sessions that are in the new one.
       lost: how many are not, as far as can be told: None if not even that.
-      strangers: files of sessions that the new one does not know.
       quarantined: where the damaged one is now.
     """
 
     saved: list[str]
     lost: int | None
-    strangers: int
     quarantined: Path
-
-    @property
-    def complete(self) -> bool:
-        """Whether every session was saved."""
-        return self.lost == 0 and not self.strangers
 
 
 def catalog_problems(directory: Path) -> list[str]:
@@ -92,11 +85,10 @@ def salvage(directory: Path) -> Salvage:
                     os.rename(f"{old}{suffix}", f"{quarantined}{suffix}")
             os.replace(new, old)
             disk.sync_directory()
-            strangers = len(disk.sessions.strangers())
         finally:
             for lock in locks:
                 disk.sessions.unlock(lock)
-    return Salvage([entry.name for entry, _ in intact], lost, strangers, quarantined)
+    return Salvage([entry.name for entry, _ in intact], lost, quarantined)
 
 
 def _intact(path: Path) -> tuple[list[tuple[SessionEntry, SessionContents]], int | None]:

@@ -110,7 +110,9 @@ class Catalog:
         cannot connect meanwhile."""
         self._alone = alone
         with self._explained("open"):
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
+            self._db = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S
+            )
         try:
             with self._explained("open"):
                 if alone:
