@@ -12,7 +12,10 @@ COLUMNS = (
     ("plan", "the planner's plan of that policy and tier; under `group`, what attends the slots"),
     ("graphs", "decode graphs that passed every check, of all"),
     ("planned", "bytes of the plan's device buffers"),
-    ("compiled", "what those take as the compiler lays them out, padding included"),
+    (
+        "compiled",
+        "what those take as the compiler lays them out, padding included (v4 may leave the spare of `layer` unused)",
+    ),
     ("temporaries", "the most that one graph takes while it runs, beside its arguments and the plan's slots"),
     ("weights", "their bytes, the same under every plan"),
     ("buffers", "command buffers (CUDA graphs) of all graphs; a graph of fewer than five launches is none"),
