@@ -79,12 +79,16 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     texts = [prompt_text(kind, value) for kind, value in options.prompts or ()]
 
     with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
+        if options.session is not None:
+            from swapkv_jax.conversation import open_conversation
         from swapkv_jax.decode_plan import decode_plan
         from swapkv_jax.engine import Engine
         from swapkv_jax.models import open_model
         from swapkv_jax.planner import parse_size
         from swapkv_jax.report import build_report, describe_plan, summarise, write_report
         from swapkv_jax.sampling import Sampling
+
+        _platform()  # nor must the start of the backend be interrupted
 
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
@@ -100,8 +104,6 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         if options.session is None:
             prompts = [_encode(source.tokenizer, text, chat, i) for i, text in enumerate(texts, start=1)]
         else:
-            from swapkv_jax.conversation import open_conversation
-
             with say.bars() as progress:
                 model = source.load(_dtype(options), progress)
             opened = open_conversation(
@@ -109,9 +111,14 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
             )
             conversation = stack.enter_context(opened)
             prompts = [conversation.prompt]
+            most = source.geometry.context_limit
+            conversation.check_context(options.max_new_tokens, min(options.max_context or most, most))
         plan, why = decode_plan(options, source.geometry, [*map(len, prompts)], _dtype(options))
         if why:
             say(why)
+        if conversation is not None:
+            working = plan.memory(source.geometry).disk
+            conversation.check_room(options.max_new_tokens, disk_limit, working)
         if (options.key_file or options.keyring) and plan.memory(source.geometry).disk:
             raise UsageError(
                 f"the session is encrypted, but {plan.policy} keeps keys and values on disk as they are while "

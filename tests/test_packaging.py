@@ -39,6 +39,7 @@ def test_top_level_is_as_agreed() -> None:
         "LICENSE",
         "Makefile",
         "swapkv_jax",
+        "docs",
         "kernels",
         "plans",
         "tests",

@@ -105,6 +105,39 @@ def test_chat_and_raw_do_not_mix_and_what_has_ended_has(run: Runner, model: Path
     assert "begun with --raw" in err or "no chat template" in err
 
 
+def test_limits_are_said_before_the_work_and_no_session_goes_for_working_files(run: Runner) -> None:
+    begun = ["--prompt", PROMPT, "--max-new-tokens", "5", "--ignore-eos"]
+    assert run("--session", "kept", *begun)[0] == 0
+    for arguments, complaint in (
+        (["--session", "kept", "--max-new-tokens", "300"], "session 'kept' holds"),
+        (["--session", "kept", "--prompt", ""], "the prompt is empty"),
+        (["--session", "new", *begun, "--disk-space", "100KiB"], "of --disk-space"),
+        (["--session", "kept", "--dtype", "bfloat16"], "give --dtype float32"),
+    ):
+        code, out, err, _ = run(*arguments)
+        assert (code, out) == (2, "")
+        assert complaint in err
+        assert "prompt 1" not in err
+    code, _, err, _ = run(*begun, "--tier", "disk", "--disk-space", "400KiB")
+    assert code == 1
+    assert "swapkv_jax.store" in err
+    assert run("--session", "kept", "--max-new-tokens", "1", "--ignore-eos")[3]["reused_tokens"][0] > 40
+
+
+@pytest.mark.filterwarnings("always::RuntimeWarning")
+def test_the_least_recent_session_goes_with_a_warning(run: Runner) -> None:
+    begun = ["--prompt", PROMPT, "--max-new-tokens", "5", "--ignore-eos"]
+    assert run("--session", "old", *begun)[0] == 0
+    held = run("--session", "old", "--max-new-tokens", "1", "--ignore-eos")[3]
+    assert held["reused_tokens"][0] > 0
+    code, _, err, _ = run("--session", "new", "--prompt", PROMPT[::-1], *begun[2:], "--disk-space", "1050KiB")
+    assert code == 0, err
+    assert "warning: to keep to --disk-space, past sessions were deleted: 'old'" in err
+    code, _, err, _ = run("--session", "old", "--max-new-tokens", "1")
+    assert code == 2
+    assert "does not exist yet" in err
+
+
 def test_ephemeral_files_have_no_name(model: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     command = [

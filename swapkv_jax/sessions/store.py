@@ -13,7 +13,7 @@ from swapkv_jax.sessions.cipher import Cipher, Plain
 from swapkv_jax.sessions.files import SessionFiles
 from swapkv_jax.sessions.identity import Identity
 from swapkv_jax.sessions.info import SessionInfo, session_infos
-from swapkv_jax.sessions.layout import Layout
+from swapkv_jax.sessions.layout import SESSION_GROUP, Layout
 from swapkv_jax.sessions.lost import shorten_lost
 from swapkv_jax.sessions.prefix import shared_prefix
 from swapkv_jax.sessions.privacy import check_private
@@ -21,6 +21,7 @@ from swapkv_jax.sessions.session import Durability, Session
 from swapkv_jax.tiers import DiskStore, IoCounts, Syscalls
 from swapkv_jax.tiers.catalog import was_full
 from swapkv_jax.tiers.catalog_rows import SessionContents, SessionEntry
+from swapkv_jax.tiers.past_sessions import RESERVE_BYTES
 
 _LONGEST_NAME, _SHOWN_NAME = 200, 60
 _ROW_BYTES_PER_TOKEN = 8  # its id, and its share of a span per group
@@ -95,6 +96,18 @@ class SessionStore:
     def bytes_used(self) -> int:
         """Real bytes of everything in the directory."""
         return self._disk.bytes_used
+
+    @property
+    def evicted(self) -> list[str]:
+        """Names of past sessions that this store has deleted to keep to its limit."""
+        return list(self._disk.evicted_sessions)
+
+    def bytes_of(self, tokens: int) -> int:
+        """The most that a session of so many tokens takes beside the catalogue that is there, if nothing is shared."""
+        layout = self._files.layout
+        tail = bytes(layout.layers * layout.payload_bytes)
+        commit = SessionContents(tokens=bytes(_ROW_BYTES_PER_TOKEN * tokens), tail=tail).growth
+        return self._files.planned_bytes(-(-tokens // SESSION_GROUP)) + RESERVE_BYTES + commit
 
     @property
     def counts(self) -> IoCounts:
@@ -227,9 +240,14 @@ class SessionStore:
     def _check_own(self, entry: SessionEntry) -> None:
         identity = Identity.from_json(entry.identity)
         if identity != self.identity:
-            raise TierError(
-                f"session {entry.name!r} was made with {self.identity.difference(identity)}; use that model, or "
-                f"another session name"
+            if identity.dtype != self.identity.dtype:
+                raise UsageError(
+                    f"session {entry.name!r} is in {identity.dtype}, this is {self.identity.dtype}: give --dtype "
+                    f"{identity.dtype}, or another session name"
+                )
+            raise UsageError(
+                f"session {entry.name!r} was made by another model, or other weights, tokenizer or RoPE settings "
+                f"({self.identity.difference(identity)}): use what made it, or another session name"
             )
         if entry.cipher != self._cipher.name:
             how = "not encrypted" if not entry.cipher else "encrypted"

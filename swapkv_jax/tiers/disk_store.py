@@ -334,6 +334,11 @@ class DiskStore:
             self._room.make(nbytes)
             yield
 
+    @property
+    def evicted_sessions(self) -> list[str]:
+        """Names of sessions that had to go for others; whoever tells the user empties it."""
+        return self._room.evicted
+
     def sync_directory(self) -> None:
         """Wait until the names of new files are on the disk.
 
@@ -372,7 +377,9 @@ class DiskStore:
         @contextmanager
         def room(nbytes: int) -> Iterator[None]:
             with self._directory.exclusive():
-                self._room.make(_with_metadata(nbytes), keep=header.sequence)
+                self._room.make(
+                    _with_metadata(nbytes), keep=header.sequence, evict_sessions=not header.ephemeral
+                )
                 yield
 
         try:

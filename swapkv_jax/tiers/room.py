@@ -17,6 +17,7 @@ class Room:
     Attributes:
       limit_bytes: what they may be; None for as many as the disk has.
       sessions: of the directory.
+      evicted: names of the sessions that had to go, in their order; whoever tells the user empties it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Room:
     ) -> None:
         """`order` and `used` are the store's own; `files` works on files by their names."""
         self.limit_bytes = limit_bytes
+        self.evicted: list[str] = []
         self.sessions = PastSessions(directory, files, self.make)
         self._directory, self._order, self._files, self._used = directory, order, files, used
 
@@ -41,8 +43,9 @@ class Room:
             if sequence not in self._order:
                 self._order.finish(sequence)
 
-    def make(self, nbytes: int, keep: str | None = None) -> None:
-        """Evicts past sequences, but not `keep`, then past sessions, until `nbytes` more fit.
+    def make(self, nbytes: int, keep: str | None = None, *, evict_sessions: bool = True) -> None:
+        """Evicts past sequences, but not `keep`, then past sessions, until `nbytes` more fit. What a decode works
+        with is not worth anybody's session: for it, `evict_sessions` is False.
 
         Raises:
             TierError: that would not be enough; nothing is evicted then.
@@ -66,21 +69,27 @@ class Room:
         sessions = []
         if self._order.victims(suffices, keep={keep} if keep else ()) is None:
             short = missing - sum(freed.values())
-            if self.sessions.exist:
+            if self.sessions.exist and evict_sessions:
                 sessions, gained = self.sessions.victims(short)
                 short -= gained
             if short > 0:
                 past = f"{len(freed)} past sequences"
                 past += f" and {len(sessions)} past sessions" if sessions else ""
+                kept = self.sessions.exist and not evict_sessions and self.sessions.victims(short)[0]
+                remedy = "raise --disk-space or lower --max-context"
+                if kept:
+                    remedy += f", or make room with python -m swapkv_jax.store --store-dir {self._directory.path} gc"
                 raise TierError(
-                    f"the disk store in {self._directory.path} is full: needs {format_bytes(nbytes)}, limit "
-                    f"{format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its {past}; "
-                    f"raise --disk-space or lower --max-context"
+                    f"the disk store in {self._directory.path} is full: needs {format_bytes(nbytes)} beside the "
+                    f"{format_bytes(self._used() + self.sessions.bytes_to_keep_free - sum(freed.values()))} that are "
+                    f"in use, limit {format_bytes(self.limit_bytes)}, {format_bytes(short)} short even without its "
+                    f"{past}; {remedy}"
                 )
         for sequence in freed:
             self._files.remove(sequence)
         for session in sessions:
             self.sessions.forget(session)
+            self.evicted.append(session.name)
 
     def shrink(self, nbytes: int) -> list[str]:
         """Evicts past sequences and sessions until everything takes `nbytes`. Returns the sessions' names.
