@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +33,7 @@ from swapkv_jax.prefilled import RandomPrefill
 from swapkv_jax.selection import Selection
 from swapkv_jax.session_rows import check_sessions, identity_of
 from swapkv_jax.sessions import SESSION_GROUP, SessionStore
+from swapkv_jax.tiers import Syscalls
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -78,8 +81,8 @@ def engine_of(deep: Model, adapter: Adapter, tmp_path: Path) -> Callable[[str, i
 
 
 @contextmanager
-def sessions(model: Model, directory: Path) -> Iterator[SessionStore]:
-    store = SessionStore(directory, identity=identity_of(model), durability="group")
+def sessions(model: Model, directory: Path, syscalls: Syscalls | None = None) -> Iterator[SessionStore]:
+    store = SessionStore(directory, identity=identity_of(model), durability="group", syscalls=syscalls)
     try:
         yield store
     finally:
@@ -246,6 +249,40 @@ def test_a_failure_loses_what_was_not_committed_and_nothing_else(
             assert session.tokens == [*PROMPT, *whole][: SESSION_GROUP + 1]
             done = len(session.tokens) - len(PROMPT)
             assert decode(engine, [session.tokens], NEW - done, sessions=[session]).row(0) == whole[done:]
+
+
+def test_a_disk_that_fills_up_in_decode_keeps_what_is_committed(deep: Model, tmp_path: Path) -> None:
+    """There is room for the prompt's whole group and none for the next one."""
+    prompt, new = prompts_of(65)[0], 80
+    with Engine(deep, resident_plan(deep, max_context=2 * CONTEXT)) as engine:
+        whole = decode(engine, [prompt], new).row(0)
+        disk = FullDisk()
+        with sessions(deep, tmp_path, disk) as store, store.open("talk", prompt[:-1]) as session:
+            generation = engine.generate([prompt], max_new_tokens=new, ignore_eos=True, sessions=[session])
+            next(generation)
+            disk.full = True
+            with pytest.raises(TierError, match="No space left"):
+                list(generation)
+            disk.full = False
+        with sessions(deep, tmp_path) as store, store.open("talk") as session:
+            assert session.tokens == prompt
+            assert decode(engine, [session.tokens], new, sessions=[session]).row(0) == whole
+
+
+class FullDisk(Syscalls):
+    """A disk that takes nothing more once it is `full`."""
+
+    full = False
+
+    def reserve(self, descriptor: int, offset: int, length: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().reserve(descriptor, offset, length)
+
+    def write_at(self, descriptor: int, buffer: np.ndarray, offset: int) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write_at(descriptor, buffer, offset)
 
 
 def test_new_sessions_share_whole_groups(
