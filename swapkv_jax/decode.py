@@ -79,8 +79,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
     texts = [prompt_text(kind, value) for kind, value in options.prompts or ()]
 
     with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
-        if options.session is not None:
-            from swapkv_jax.conversation import open_conversation
+        from swapkv_jax.conversation import open_conversation
         from swapkv_jax.decode_plan import decode_plan
         from swapkv_jax.engine import Engine
         from swapkv_jax.models import open_model

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from swapkv_jax.tiers import (
 from swapkv_jax.tiers.header import COPY_BYTES, HEADER_BYTES, Extent
 
 LAYERS, GROUP_TOKENS, PAYLOAD, GROUPS = 3, 4, 1000, 10
-LAYOUT = {"layers": LAYERS, "group_tokens": GROUP_TOKENS, "payload_bytes": PAYLOAD}
+LAYOUT: dict[str, Any] = {"layers": LAYERS, "group_tokens": GROUP_TOKENS, "payload_bytes": PAYLOAD}
 
 
 def open_store(path: Path, *, limit: int | None = None, syscalls: Syscalls | None = None) -> DiskStore:
