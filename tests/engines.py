@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from swapkv_jax.models import Geometry, Model
 from swapkv_jax.models.weights import DTYPES, Weights
 from swapkv_jax.program import Program, compile_program
 from swapkv_jax.staging import host_view
+from swapkv_jax.tiers import DiskStore, Syscalls
 
 LAYERS = 7  # not divisible by 2, 3 or 5
 GROUP = 4
@@ -219,6 +221,17 @@ def assert_same(ours: Decoded, reference: Decoded, tolerance: float = 0.0) -> No
         assert np.isfinite(theirs).all(), f"step {step}"
         worst = np.abs(mine - theirs).max()
         assert worst <= tolerance, f"step {step}: logits differ by {worst}"
+
+
+@contextmanager
+def disks_through(syscalls: Syscalls) -> Iterator[None]:
+    """Engines made meanwhile reach their disk store's files through `syscalls`."""
+
+    def store(*arguments: Any, **options: Any) -> DiskStore:
+        return DiskStore(*arguments, **{**options, "syscalls": syscalls})
+
+    with patch("swapkv_jax.cache.make.DiskStore", store):
+        yield
 
 
 def poison(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from engines import (
     Decoded,
     assert_same,
     decode,
+    disks_through,
     layer_plan,
     prompts_of,
     resident_plan,
@@ -26,7 +26,7 @@ from engines import (
 from swapkv_jax import Engine, Sampling, TierError, UsageError
 from swapkv_jax.cache.dram import AliasLayerCache
 from swapkv_jax.models import Model
-from swapkv_jax.tiers import DiskStore, Syscalls
+from swapkv_jax.tiers import Syscalls
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -287,7 +287,7 @@ class FailingDisk(Syscalls):
 @pytest.fixture
 def disk() -> Iterator[FailingDisk]:
     syscalls = FailingDisk()
-    with patch("swapkv_jax.cache.make.DiskStore", partial(DiskStore, syscalls=syscalls)):
+    with disks_through(syscalls):
         yield syscalls
 
 

@@ -243,7 +243,9 @@ def test_needles(model: Model, length: int, count: int, seed: int, chat: bool) -
         assert needle.position == pytest.approx(words[0] / sum(words), abs=1e-9)
         prose = [*before.split("afterwards.")[1].split(), *after.split("What is the special")[0].split()]
         ends = [i for i, word in enumerate(prose, start=1) if word.rstrip("\"'”’)")[-1:] in (".", "!", "?")]
-        longest = max(np.diff([0, *ends, sum(words)]))  # "Mr." ends none for the tool: a sentence may span three
+        longest = max(
+            np.diff([0, *ends, sum(words)])
+        )  # "Mr." ends none for the tool: a sentence may span three
         assert abs(needle.position - needle.depth) <= 3 * longest / sum(words)
         if 0 < needle.depth < 1 and words[0]:
             assert before.rstrip("\"'”’) ")[-1] in ".!?"

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +30,7 @@ from engines import (
     assert_same,
     compile_once,
     decode,
+    disks_through,
     prompts_of,
     resident_plan,
 )
@@ -46,7 +47,7 @@ from swapkv_jax.program import Program
 from swapkv_jax.report import build_report, summarise
 from swapkv_jax.selection import Lookahead, Selection
 from swapkv_jax.text import RowText
-from swapkv_jax.tiers import DiskStore, ScatteredReader, SequenceFile, Syscalls
+from swapkv_jax.tiers import ScatteredReader, SequenceFile, Syscalls
 from swapkv_jax.tiers.direct_io import probe_direct
 from swapkv_jax.tiers.kernel_reads import KernelReads
 
@@ -68,7 +69,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
         if not probe_direct(tmp_path, Syscalls()).direct:
             pytest.skip("the kernel reads asynchronously only with O_DIRECT")
     disk = Disk(threads=request.param == "threads")
-    with patch("swapkv_jax.cache.make.DiskStore", partial(DiskStore, syscalls=disk)):
+    with disks_through(disk):
         yield disk
     assert (disk.arrived > 0) == (not disk.threads), "not read that way"
 

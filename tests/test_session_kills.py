@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,25 +47,29 @@ class Victims:
 
     def decode(
         self, name: str, policy: str, seed: int, length: int, *, after: float | None, store: Path
-    ) -> tuple[int, bool]:
-        """Runs a child, killed `after` seconds of work: how many tokens it said were safe, and if it ended."""
+    ) -> tuple[int, bool, float]:
+        """Runs a child, killed `after` seconds of work: how many tokens it said were safe, whether it got to the end,
+        and the seconds it worked."""
         arguments = child_arguments(self.model_directory, store, policy, name, seed, length, TOTAL)
-        timer, safe, done = None, 0, False
+        timer, safe, done, began = None, 0, False, 0.0
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stderr is not None
             for line in child.stdout:
-                if line == "ready\n" and after is not None:
-                    timer = threading.Timer(after, os.kill, (child.pid, signal.SIGKILL))
-                    timer.start()
+                if line == "ready\n":
+                    began = time.monotonic()
+                    if after is not None:
+                        timer = threading.Timer(after, os.kill, (child.pid, signal.SIGKILL))
+                        timer.start()
                 elif line.startswith("committed "):
                     safe = max(safe, int(line.split()[1]))
                 done = done or line == "done\n"
+            worked = time.monotonic() - began
             errors = child.stderr.read()
         if timer is not None:
             timer.cancel()
         assert child.returncode in (0, -signal.SIGKILL), errors
-        return safe, done
+        return safe, done, worked
 
     def store_command(self, *arguments: str, after: float) -> None:
         command = [sys.executable, "-m", "swapkv_jax.store", "--store-dir", str(self.store), *arguments]
@@ -100,7 +105,7 @@ class Victims:
             name, seed, policy = f"w{worker}-{count}", 100 * worker + count, POLICIES[count % len(POLICIES)]
             length = rng.choice((40, 64, 130, 190))
             aside = self.store.with_name(f"aside-{name}")
-            _, done = self.decode("truth", policy, seed, length, after=None, store=aside)
+            _, done, whole = self.decode("truth", policy, seed, length, after=None, store=aside)
             assert done
             truth = self.read(aside)
             assert truth.tokens[:length] == prompt_of(seed, length)
@@ -109,9 +114,9 @@ class Victims:
                 with self.lock:
                     if sum(self.kills.values()) >= KILLS:
                         return
-                said, done = self.decode(
-                    name, policy, seed, length, after=rng.uniform(0, 0.7), store=self.store
-                )
+                # At any moment of what an uninterrupted child takes, however busy the machine is.
+                after = rng.uniform(0, whole)
+                said, done, _ = self.decode(name, policy, seed, length, after=after, store=self.store)
                 safe = max(safe, said)
                 if not done:
                     with self.lock:

@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from burn import burn, late, rounds_for
-from engines import Decoded, assert_same, decode, layer_plan, prompts_of, resident_plan
+from engines import Decoded, assert_same, decode, disks_through, layer_plan, prompts_of, resident_plan
 
 from swapkv_jax import Engine
 from swapkv_jax.cache.disk import DiskLayerCache
@@ -26,7 +24,7 @@ from swapkv_jax.models import Model
 from swapkv_jax.models.blocks import split_block
 from swapkv_jax.program import _segment
 from swapkv_jax.staging import StagingRing, alias, fetch, host_view, pinned, read_only_view, to_device, zeros
-from swapkv_jax.tiers import DiskStore, Syscalls, aligned_buffer
+from swapkv_jax.tiers import Syscalls, aligned_buffer
 from swapkv_jax.writes import fill_records
 
 SHAPE = (4, 256)
@@ -129,7 +127,7 @@ class SlowDisk(Syscalls):
 
 @pytest.fixture
 def slow_disk() -> Iterator[None]:
-    with patch("swapkv_jax.cache.make.DiskStore", partial(DiskStore, syscalls=SlowDisk())):
+    with disks_through(SlowDisk()):
         yield
 
 

@@ -103,7 +103,7 @@ class SessionStore:
         return list(self._disk.evicted_sessions)
 
     def bytes_of(self, tokens: int) -> int:
-        """The most that a session of so many tokens takes beside the catalogue that is there, if nothing is shared."""
+        """The most that a session of so many tokens takes beside a catalogue, if it shares nothing."""
         layout = self._files.layout
         tail = bytes(layout.layers * layout.payload_bytes)
         commit = SessionContents(tokens=bytes(_ROW_BYTES_PER_TOKEN * tokens), tail=tail).growth
