@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,21 @@ from typing import Any
 import pytest
 
 from swapkv_jax.decode import main
+
+
+def interrupted(command_of: Callable[[int], Sequence[str]]) -> tuple[int, str]:
+    """Sends SIGINT to a command once its first text is out, and returns the attempt and its stderr. On a busy machine
+    a command may end before the signal arrives: then another attempt is made, whose number `command_of` gets."""
+    for attempt in range(8):
+        with subprocess.Popen(command_of(attempt), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        if process.returncode != 0:
+            assert process.returncode == 1
+            return attempt, err.decode()
+    pytest.fail("decode ended before the signal arrived, each time: give it more tokens")
 
 
 @dataclass(frozen=True)
