@@ -52,6 +52,7 @@ class Conversation:
             "tokens": len(session.tokens),
             "stored_tokens": session.stored,
             "bytes_written": session.bytes_written,
+            "bytes_written_per_token": session.bytes_written / max(1, session.stored - session.reused),
             "durability": self.store.durability,
             "notes": list(self.store.notes),
         }

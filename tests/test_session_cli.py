@@ -39,7 +39,9 @@ def test_an_answer_goes_on_and_a_conversation_continues(run: Runner) -> None:
     assert begun["generated"][0]["token_ids"] == ids[:12]
     assert begun["reused_tokens"] == [0]
     assert begun["session"]["stored_tokens"] == begun["session"]["tokens"] - 1 == first + 11
-    assert begun["session"]["bytes_written"] > 0
+    written = begun["session"]["bytes_written"]
+    assert written == pytest.approx(begun["session"]["bytes_written_per_token"] * (first + 11))
+    assert written > 0
 
     code, out, err, gone_on = run(*session, "--max-new-tokens", "18", "--tier", "disk")
     assert code == 0
