@@ -158,6 +158,7 @@ def test_group_rows(run: Run, checkpoint: Path, adapter: Path, tmp_path: Path) -
     assert list((tmp_path / "store").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_growth_with_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """At contexts that the model does not allow; nothing is calibrated for weights that mean nothing."""
     monkeypatch.setattr("swapkv_jax.calibration.calibrate", None)

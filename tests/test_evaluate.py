@@ -88,6 +88,7 @@ def run(
 # --- task text ---
 
 
+@pytest.mark.slow
 def test_everything_selected_loses_nothing(run: Run, model: Model, tmp_path: Path) -> None:
     code, out, err, report = run("text", *EVERYTHING)
     assert code == 0
@@ -251,6 +252,7 @@ def test_needles(model: Model, length: int, count: int, seed: int, chat: bool) -
             assert before.rstrip("\"'”’) ")[-1] in ".!?"
 
 
+@pytest.mark.slow
 def test_needles_found_and_lost(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model that cannot read finds nothing; then what counts as found is changed to resident's own answers to
     the first two needles of a length."""

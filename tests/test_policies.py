@@ -173,6 +173,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_policies_side_by_side(run: Callable[..., Outcome], tmp_path: Path) -> None:
     """One run of the benchmark: each under its own name, with its memory; the adapters were made on the way."""
     flags = ["--policies", "flexgen,shadowkv,loki"]
