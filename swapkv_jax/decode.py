@@ -118,11 +118,11 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         if conversation is not None:
             working = plan.memory(source.geometry).disk
             conversation.check_room(options.max_new_tokens, disk_limit, working)
-        if (options.key_file or options.keyring) and plan.memory(source.geometry).disk:
-            raise UsageError(
-                f"the session is encrypted, but {plan.policy} keeps keys and values on disk as they are while "
-                "it decodes: use --cache resident, or --cache layer --tier dram"
-            )
+            if working and (options.key_file or options.keyring):
+                raise UsageError(
+                    f"the session is encrypted, but {plan.policy} keeps keys and values on disk as they are while "
+                    "it decodes: use --cache resident, or --cache layer --tier dram"
+                )
         if options.dry_run:
             print(plan.to_json())
             print(describe_plan(plan, source.geometry), file=sys.stderr)

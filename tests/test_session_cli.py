@@ -173,6 +173,7 @@ def test_ephemeral_files_have_no_name(model: Path, tmp_path: Path) -> None:
     assert list(store.glob("*.kv")) == []
 
 
+@pytest.mark.slow  # beside other tests the answer may be complete before the signal arrives
 def test_interrupted_answers_are_saved(model: Path, tmp_path: Path, run: Runner) -> None:
     """Ctrl-C in the middle: what was decoded by then is in the session."""
     command = [
