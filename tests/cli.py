@@ -15,17 +15,14 @@ import pytest
 from swapkv_jax.decode import main
 
 
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores them
-
-
 def interrupted(command_of: Callable[[int], Sequence[str]]) -> tuple[int, str]:
     """Sends SIGINT to a command once its first text is out, and returns the attempt and its stderr. On a busy machine
     a command may end before the signal arrives: then another attempt is made, whose number `command_of` gets."""
+    # A suite started in a shell's background ignores interrupts, and so would its children; what is handled here is
+    # not ignored there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for attempt in range(8):
-        with subprocess.Popen(
-            command_of(attempt), stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_heed_interrupts
-        ) as process:
+        with subprocess.Popen(command_of(attempt), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.read(1)
             process.send_signal(signal.SIGINT)
