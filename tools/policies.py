@@ -40,8 +40,8 @@ Choices = Mapping[str, Any]
 """Fields of `Selection`, `group_tokens` and `record_alignment`."""
 
 
-def add_policy_flags(parser: argparse._ActionsContainer) -> None:
-    """Adds `--set` and `--kv-memory`."""
+def add_policy_flags(parser: argparse._ActionsContainer, *, memories: bool = False) -> None:
+    """Adds `--set` and `--kv-memory`, which takes several fractions between commas where there may be `memories`."""
     parser.add_argument(
         "--set",
         action="append",
@@ -51,8 +51,8 @@ def add_policy_flags(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--kv-memory",
-        type=_fraction,
-        metavar="FRACTION",
+        type=_fractions if memories else _fraction,
+        metavar="FRACTION[,FRACTION]" if memories else "FRACTION",
         help="give every policy that selects this fraction of the whole KV's bytes as memory (0.077, or 1/13), by as "
         "many reuse slots as that leaves room for",
     )
@@ -66,6 +66,10 @@ def _fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction; use one like 0.077 or 1/13")
     return value
+
+
+def _fractions(text: str) -> list[float]:
+    return list(dict.fromkeys(_fraction(part) for part in text.split(",")))
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
