@@ -22,18 +22,19 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tables:
-    """One JSON file per measurement in `directory`, which is made if it is missing. `fresh` forgets what is there."""
+    """One JSON file per measurement in `directory`, which is made if it is missing. `fresh` forgets what is there;
+    `flag` is how the directory was chosen."""
 
-    def __init__(self, directory: Path, *, fresh: bool = False):
+    def __init__(self, directory: Path, *, fresh: bool = False, flag: str = "--tables"):
         """Raises UsageError: the directory cannot be made or written."""
-        self._directory, self._fresh = directory, fresh
+        self._directory, self._fresh, self._flag = directory, fresh, flag
         self._seen: dict[Path, Any] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make {directory}: {error.strerror}; choose another --tables") from None
+            raise UsageError(f"cannot make {directory}: {error.strerror}; choose another {flag}") from None
         if not os.access(directory, os.W_OK):
-            raise UsageError(f"cannot write in {directory}; choose another --tables")
+            raise UsageError(f"cannot write in {directory}; choose another {flag}")
 
     def find(self, kind: str, key: Any, type: type[T]) -> T | None:
         """What was measured under `key` (anything msgspec writes), None if nothing was or its file is damaged."""
@@ -63,7 +64,7 @@ class Tables:
             new.write_bytes(msgspec.json.encode(entry))
             os.replace(new, path)
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}; choose another --tables") from None
+            raise UsageError(f"cannot write {path}: {error.strerror}; choose another {self._flag}") from None
 
     def _path(self, kind: str, key: Any) -> Path:
         digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(key))
