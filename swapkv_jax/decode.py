@@ -1,6 +1,6 @@
 """Command line: decode one or several prompts. Text goes to stdout as it is made, all else to stderr.
 
-Exit codes: 0 done, 2 usage (a flag, prompt, plan or budget that cannot work), 1 failure.
+Exit codes: 0 done, 2 usage (a flag, prompt, plan or budget that cannot work), 1 failure or Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,30 +12,36 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swapkv_jax.errors import SwapKVError, UsageError
-from swapkv_jax.interrupts import interruptible, interrupts_deferred
-from swapkv_jax.options import check_flags, make_parser, prompt_text
-from swapkv_jax.talk import Talk
+from swapkv_jax.interrupts import exit_code, interrupts_at_checkpoints, run_command
 
-if TYPE_CHECKING:  # heavy imports wait until the arguments are known to be good
+if TYPE_CHECKING:  # other imports wait until interrupts are handled, heavy ones until the arguments are good
     from swapkv_jax.models import ModelSource, Tokenizer
     from swapkv_jax.plan import DType, Plan
+    from swapkv_jax.sampling import Sampling
+    from swapkv_jax.talk import Talk
 
 
 _SMALLER = "lower --max-context or the rows, or use --cache layer --tier disk"
 
 
+def command() -> NoReturn:
+    """The command as a process of its own."""
+    run_command("swapkv-decode", main)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
+    from swapkv_jax.options import make_parser
+    from swapkv_jax.talk import Talk
+
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by whoever started us)
     parser = make_parser()
     options = parser.parse_args(argv)
     say = Talk(options.quiet)
-    with warnings.catch_warnings(), interruptible():
+    with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
         return _guarded(options, say, parser.prog)
 
@@ -47,9 +53,9 @@ def _guarded(options: argparse.Namespace, say: Talk, name: str) -> int:
     except SwapKVError as error:
         say.always(f"{name}: error: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         say.always(f"{name}: interrupted; the text above is incomplete, no report was written")
-        return 1
+        return exit_code(stop)
     except BrokenPipeError:
         # Whoever read stdout is gone; keep the interpreter from complaining once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,6 +75,8 @@ def _guarded(options: argparse.Namespace, say: Talk, name: str) -> int:
 
 
 def _run(options: argparse.Namespace, say: Talk) -> None:
+    from swapkv_jax.options import check_flags, prompt_text
+
     check_flags(options)
     if sys.stdout is None:
         raise UsageError("standard output is closed, so the text has nowhere to go; redirect it to a file")
@@ -78,22 +86,29 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         )  # a terminal that cannot show a character still gets the rest
     texts = [prompt_text(kind, value) for kind, value in options.prompts or ()]
 
-    with interrupts_deferred():  # interrupted in the middle, these imports leave JAX unable to exit
-        from swapkv_jax.conversation import open_conversation
-        from swapkv_jax.decode_plan import decode_plan
-        from swapkv_jax.engine import Engine
-        from swapkv_jax.models import open_model
-        from swapkv_jax.planner import parse_size
-        from swapkv_jax.report import build_report, describe_plan, summarise, write_report
-        from swapkv_jax.sampling import Sampling
-
-        _platform()  # nor must the start of the backend be interrupted
+    from swapkv_jax.models import open_model
+    from swapkv_jax.sampling import Sampling
 
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
     with say.bars() as progress:
         source = open_model(options.model, progress)
+    _platform()  # starts JAX's backend, which like the imports above nobody can lose anything by leaving
+    with interrupts_at_checkpoints():
+        _decode(options, say, source, texts, sampling)
+
+
+def _decode(
+    options: argparse.Namespace, say: Talk, source: ModelSource, texts: list[str], sampling: Sampling
+) -> None:
+    """The command from the model that was found to the report."""
+    from swapkv_jax.conversation import open_conversation
+    from swapkv_jax.decode_plan import decode_plan
+    from swapkv_jax.engine import Engine
+    from swapkv_jax.planner import parse_size
+    from swapkv_jax.report import build_report, describe_plan, summarise, write_report
+
     chat = options.chat or (not options.raw and source.tokenizer.chat_template is not None)
     if chat and not options.chat:
         say("the model has a chat template and prompts go into it; --raw continues them as they are")
@@ -158,6 +173,8 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
         if conversation is not None:
             report["session"] = conversation.report()
     if reference_plan is not None:
+        import msgspec
+
         from swapkv_jax.quality import compare_with
 
         say(f"comparing with {reference_plan.policy} on the same {len(logits)} tokens")
@@ -172,7 +189,7 @@ def _run(options: argparse.Namespace, say: Talk) -> None:
 def _generate(
     options: argparse.Namespace,
     engine: Any,
-    sampling: Any,
+    sampling: Sampling,
     prompts: list[list[int]],
     sessions: Any,
     say: Talk,
@@ -258,4 +275,4 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

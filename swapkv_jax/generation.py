@@ -13,6 +13,7 @@ import numpy as np
 
 from swapkv_jax.compile_counter import compiles
 from swapkv_jax.graph import scalar
+from swapkv_jax.interrupts import checkpoint, interrupts_deferred
 from swapkv_jax.prefilled import Prefilled, write_row
 from swapkv_jax.sampling import Sampling
 from swapkv_jax.session_rows import SessionRows
@@ -113,6 +114,7 @@ class Generation:
             yield step
             compiled = compiles()
             while self._active.any():
+                checkpoint()
                 started = time.perf_counter()
                 with jax.no_tracing(True):
                     step = self._step()
@@ -140,6 +142,7 @@ class Generation:
             reused = self.reused_tokens[row]
             hidden = program.embed_prompt(engine.params["embed"], prompt, reused)
             for layer, params in enumerate(layers):
+                checkpoint()
                 k, v = self._cache.slot(layer)
                 at = row if k.shape[0] > 1 else 0
                 if rows is not None and reused:
@@ -175,6 +178,7 @@ class Generation:
     def _take_row(self, source: Prefilled | SessionRows, row: int) -> None:
         layers, held = len(self._engine.params["layers"]), int(self._held[row])
         for layer in range(layers):
+            checkpoint()
             k, v = self._cache.slot(layer)
             k, v = _write_kv(k, v, source.kv(row, layer), row if k.shape[0] > 1 else 0)
             self._cache.filled(layer, row, held, k, v)
@@ -199,7 +203,8 @@ class Generation:
 
     def _finish_sessions(self) -> None:
         if self._rows is not None and self.ttft_s is not None:
-            self._rows.finish()
+            with interrupts_deferred():  # who is impatient does not lose what was decoded
+                self._rows.finish()
 
     def _step(self) -> Step:
         engine = self._engine
@@ -210,8 +215,9 @@ class Generation:
         held, self._held = self._held, self._held + active
         step = self._collect()
         if self._rows is not None:
-            self._rows.stepped(active, lambda layer: self._cache.newest(layer, held))
-            self._rows.chosen(step.tokens)
+            with interrupts_deferred():  # or keys and values would be saved of more tokens than are known
+                self._rows.stepped(active, lambda layer: self._cache.newest(layer, held))
+                self._rows.chosen(step.tokens)
         return step
 
     def _launch_head(self, advance: np.ndarray) -> None:

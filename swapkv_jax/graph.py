@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from swapkv_jax.interrupts import checkpoint
 from swapkv_jax.staging import device_sharding
 
 Shape = jax.ShapeDtypeStruct
@@ -83,6 +84,7 @@ class Graph:
         host: Sequence[int] = (),
     ):
         self.name = name
+        checkpoint()
         spec = GraphSpec(name, function, arguments, donate, host)
         self._compiled = spec.trace(device_sharding()).lower().compile()
         self._arguments, self._host = spec.argument_bytes, spec.host_bytes

@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 
 from swapkv_jax import cgroups
 from swapkv_jax.errors import SwapKVError, UsageError
+from swapkv_jax.interrupts import exit_code, interrupts_at_checkpoints, run_command
 from swapkv_jax.memory_limits import available_memory, format_bytes
 from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
@@ -245,16 +245,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.measure is None:
             found = find_resources(args.store_dir)
         else:
-            found = measure_resources(args.store_dir, say, args.measure)
+            with interrupts_at_checkpoints():  # it leaves no file that it measured with
+                found = measure_resources(args.store_dir, say, args.measure)
     except SwapKVError as error:
         say.always(f"{parser.prog}: error: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         say.always(f"{parser.prog}: interrupted")
-        return 1
+        return exit_code(stop)
     print(to_json(found) if args.json else table(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("python -m swapkv_jax.resources", main)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
+from swapkv_jax.interrupts import checkpoint
+
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -26,12 +28,14 @@ class Talk:
 
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
-        """A function (what, done, total) that draws one progress bar after the other."""
+        """A function (what, done, total) that draws one progress bar after the other, and is a checkpoint of
+        interrupts."""
         bar: tqdm | None = None
         current = ""
 
         def update(what: str, done: int, total: int) -> None:
             nonlocal bar, current
+            checkpoint()
             if bar is None or what != current:
                 if bar is not None:
                     bar.close()

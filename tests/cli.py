@@ -1,11 +1,18 @@
-"""The decode command run in the test's own process."""
+"""The decode command, in the test's own process and in one that is sent signals."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import signal
+import struct
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+import termios
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +21,50 @@ import pytest
 
 from swapkv_jax.decode import main
 
+_PAGE = 4096  # the least that a pipe can be made to hold
+_ROOM = 32  # bytes of text that it then takes until the writer has to wait
 
-def interrupted(command_of: Callable[[int], Sequence[str]]) -> tuple[int, str]:
-    """Sends SIGINT to a command once its first text is out, and returns the attempt and its stderr. On a busy machine
-    a command may end before the signal arrives: then another attempt is made, whose number `command_of` gets."""
-    # A suite started in a shell's background ignores interrupts, and so would its children; what is handled here is
-    # not ignored there.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for attempt in range(8):
-        with subprocess.Popen(command_of(attempt), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-        if process.returncode != 0:
-            assert process.returncode == 1
-            return attempt, err.decode()
-    pytest.fail("decode ended before the signal arrived, each time: give it more tokens")
+
+def decode_command(model: Path, *arguments: str | Path) -> list[str]:
+    """The command line that decodes with a model directory, in a process of its own."""
+    return [sys.executable, "-m", "swapkv_jax.decode", "--model", str(model), "--raw", *map(str, arguments)]
+
+
+@contextlib.contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """What is started in the block does not ignore SIGINT, as it would have it from a suite that was started in a
+    script's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stopped(command: list[str], number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+    """Sends a signal to a command that is in the middle of its text, and returns its exit code and stderr.
+
+    It cannot have come to its end before the signal, on however busy a machine: nobody reads what it writes, and
+    there is not enough room for all of it.
+    """
+    out, narrow = os.pipe()
+    fcntl.fcntl(narrow, fcntl.F_SETPIPE_SZ, _PAGE)
+    os.write(narrow, bytes(_PAGE - _ROOM))
+    with heeding_interrupts(), open(out, "rb") as text:
+        with subprocess.Popen(command, stdout=narrow, stderr=subprocess.PIPE) as process:
+            os.close(narrow)
+            while _readable(out) == _PAGE - _ROOM and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(number)
+            text.read()
+            _, err = process.communicate(timeout=300)
+    return process.returncode, err.decode()
+
+
+def _readable(descriptor: int) -> int:
+    """Bytes that are in a pipe."""
+    (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    return count
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import jax
 import pytest
+from cli import Runner
 from engines import compile_once, deep_model
+from tiny import tiny_checkpoint
 
 from swapkv_jax import load_model
 from swapkv_jax.models import Model
@@ -24,6 +27,18 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
     return load_model("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the table's tiny Llama, as the decode command takes it."""
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def run(tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
+    """The decode command in this process, on that model."""
+    return Runner(tiny_llama, tmp_path, capfd)
 
 
 @pytest.fixture(scope="module")

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cli import Runner, interrupted
-from tiny import tiny_checkpoint
+from cli import decode_command, stopped
 
 from swapkv_jax.plan import Plan
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint("llama", tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(model, tmp_path, capfd)
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def test_report_and_text(run) -> None:
@@ -235,8 +228,8 @@ def _corrupt_gguf(directory: Path) -> Path:
         (_unknown_architecture, "mamba"),
     ],
 )
-def test_models_that_cannot_be_read(run, model: Path, tmp_path: Path, spoil, message: str) -> None:
-    source = spoil(Path(shutil.copytree(model, tmp_path / "model")))
+def test_models_that_cannot_be_read(run, tiny_llama: Path, tmp_path: Path, spoil, message: str) -> None:
+    source = spoil(Path(shutil.copytree(tiny_llama, tmp_path / "model")))
     code, out, err, report = run("--model", str(source), "--raw", "--prompt", "hi", own_model=True)
     assert code == 1
     assert message in err.lower()
@@ -245,15 +238,13 @@ def test_models_that_cannot_be_read(run, model: Path, tmp_path: Path, spoil, mes
     assert report is None
 
 
-def _command(model: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "swapkv_jax.decode", "--model", str(model), "--raw", *arguments]
-
-
-def test_full_disk_during_prefill(model: Path, tmp_path: Path) -> None:
+def test_full_disk_during_prefill(tiny_llama: Path, tmp_path: Path) -> None:
     """A file size limit stands in for a full disk: the reservation fails before anything is decoded."""
     store, report = tmp_path / "store", tmp_path / "report.json"
-    command = _command(model, "--prompt", PROMPT * 2, "--max-new-tokens", "8", "--tier", "disk", "--quiet",
-                       "--store-dir", str(store), "--report", str(report))  # fmt: skip
+    command = decode_command(
+        *(tiny_llama, "--prompt", PROMPT * 2, "--max-new-tokens", "8", "--tier", "disk", "--quiet"),
+        *("--store-dir", store, "--report", report),
+    )
     limited = (
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
         "os.execv(sys.argv[1], sys.argv[1:])"
@@ -270,24 +261,25 @@ def test_full_disk_during_prefill(model: Path, tmp_path: Path) -> None:
     assert not list(store.glob("*.kv*"))
 
 
-def test_interrupt_in_the_middle(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_interrupt_in_the_middle(tiny_llama: Path, tmp_path: Path, number: signal.Signals) -> None:
     store, report = tmp_path / "store", tmp_path / "report.json"
-    command = _command(model, "--prompt", "hi", "--max-new-tokens", "250", "--ignore-eos", "--tier", "disk",
-                       "--quiet", "--store-dir", str(store), "--report", str(report))  # fmt: skip
-
-    def begun(_: int) -> list[str]:
-        report.unlink(missing_ok=True)
-        return command
-
-    _, text = interrupted(begun)
-    assert "interrupted" in text
-    assert "Traceback" not in text
+    command = decode_command(
+        *(tiny_llama, "--prompt", "hi", "--max-new-tokens", "250", "--ignore-eos", "--tier", "disk"),
+        *("--quiet", "--store-dir", store, "--report", report),
+    )
+    code, err = stopped(command, number)
+    assert code == (143 if number == signal.SIGTERM else 1)
+    assert err == "swapkv-decode: interrupted; the text above is incomplete, no report was written\n"
     assert not report.exists()
+    assert store.exists()
     assert not list(store.glob("*.kv*"))
 
 
-def test_a_reader_that_leaves(model: Path) -> None:
-    command = _command(model, "--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos", "--quiet")
+def test_a_reader_that_leaves(tiny_llama: Path) -> None:
+    command = decode_command(
+        tiny_llama, "--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos", "--quiet"
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -324,26 +316,15 @@ def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytes
     assert report is None
 
 
-def test_two_runs_share_a_store(model: Path, tmp_path: Path) -> None:
-    command = _command(model, "--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--tier", "disk",
-                       "--quiet", "--store-dir", str(tmp_path))  # fmt: skip
+def test_two_runs_share_a_store(tiny_llama: Path, tmp_path: Path) -> None:
+    command = decode_command(
+        *(tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--tier", "disk"),
+        *("--quiet", "--store-dir", tmp_path),
+    )
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     results = [run.communicate(timeout=120) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], results
     assert results[0] == results[1]
-
-
-def test_terminated_in_the_middle(model: Path, tmp_path: Path) -> None:
-    command = _command(model, "--prompt", "hi", "--max-new-tokens", "250", "--ignore-eos", "--tier", "disk",
-                       "--quiet", "--store-dir", str(tmp_path))  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read(1)
-        process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert b"Traceback" not in err
-    assert not list(tmp_path.glob("*.kv*"))
 
 
 def test_a_report_keeps_a_link_and_its_mode(run, tmp_path: Path) -> None:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli import Runner, interrupted
-from tiny import tiny_checkpoint
+from cli import Runner, decode_command, stopped
 
 from swapkv_jax.models import Model
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint("llama", tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def run(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(model, tmp_path, capfd)
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def test_an_answer_goes_on_and_a_conversation_continues(run: Runner) -> None:
@@ -98,9 +90,9 @@ def test_what_cannot_be_continued(run: Runner, arguments: list[str], message: st
     assert report is None
 
 
-def test_chat_and_raw_do_not_mix_and_what_has_ended_has(run: Runner, model: Path) -> None:
+def test_chat_and_raw_do_not_mix_and_what_has_ended_has(run: Runner, tiny_llama: Path) -> None:
     run("--session", "s", "--prompt", PROMPT, "--max-new-tokens", "3", "--ignore-eos")
-    chat = ["--model", str(model), "--chat", "--session", "s", "--prompt", "a"]
+    chat = ["--model", str(tiny_llama), "--chat", "--session", "s", "--prompt", "a"]
     code, _, err, _ = run(*chat, own_model=True)
     assert code == 2
     assert "begun with --raw" in err or "no chat template" in err
@@ -139,31 +131,12 @@ def test_the_least_recent_session_goes_with_a_warning(run: Runner) -> None:
     assert "does not exist yet" in err
 
 
-def test_ephemeral_files_have_no_name(model: Path, tmp_path: Path) -> None:
+def test_ephemeral_files_have_no_name(tiny_llama: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "swapkv_jax.decode",
-            "--model",
-            str(model),
-            "--raw",
-            "--quiet",
-            "--tier",
-            "disk",
-        ),
-        *(
-            "--store-dir",
-            str(store),
-            "--ephemeral",
-            "--prompt",
-            "hi",
-            "--max-new-tokens",
-            "200",
-            "--ignore-eos",
-        ),
-    ]
+    command = decode_command(
+        *(tiny_llama, "--quiet", "--tier", "disk", "--store-dir", store, "--ephemeral"),
+        *("--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos"),
+    )
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(1)
@@ -173,27 +146,27 @@ def test_ephemeral_files_have_no_name(model: Path, tmp_path: Path) -> None:
     assert list(store.glob("*.kv")) == []
 
 
-@pytest.mark.slow  # beside other tests the answer may be complete before the signal arrives
-def test_interrupted_answers_are_saved(model: Path, tmp_path: Path, run: Runner) -> None:
-    """Ctrl-C in the middle: what was decoded by then is in the session."""
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "swapkv_jax.decode",
-            "--model",
-            str(model),
-            "--raw",
-            "--quiet",
-            "--prompt",
-            "hi",
-        ),
-        *("--store-dir", str(tmp_path / "store"), "--max-new-tokens", "200", "--ignore-eos"),
-    ]
-    attempt, _ = interrupted(lambda number: [*command, "--session", f"s{number}"])
-    code, _, err, report = run("--session", f"s{attempt}", "--max-new-tokens", "4", "--ignore-eos")
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_interrupted_answers_are_saved(
+    tiny_llama: Path, tmp_path: Path, run: Runner, number: signal.Signals
+) -> None:
+    """Ctrl-C and SIGTERM in the middle: what was decoded by then is in the session, which goes on from there."""
+    begun = decode_command(
+        *(tiny_llama, "--quiet", "--store-dir", tmp_path / "store", "--session", "fox"),
+        *("--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos"),
+    )
+    code, err = stopped(begun, number)
+    assert code == (143 if number == signal.SIGTERM else 1)
+    assert err == "swapkv-decode: interrupted; the text above is incomplete, no report was written\n"
+    same = ["--max-context", "256", "--ignore-eos"]
+    code, _, err, gone_on = run("--session", "fox", *same, "--max-new-tokens", "4")
     assert code == 0, err
-    assert report["reused_tokens"][0] > 0
+    (held,) = gone_on["prompt_tokens"]
+    whole = run("--prompt", "hi", *same, "--max-new-tokens", str(held + 4))[3]
+    decoded = held - whole["prompt_tokens"][0]
+    assert decoded > 0
+    assert gone_on["reused_tokens"] == [held - 1]
+    assert gone_on["generated"][0]["token_ids"] == whole["generated"][0]["token_ids"][decoded : decoded + 4]
 
 
 def test_one_more_turn_of_a_chat(smollm2: Model) -> None:

@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 from cli import Runner
-from tiny import tiny_checkpoint
 
 STEPS = 8
-
-
-@pytest.fixture
-def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(tiny_checkpoint("llama", tmp_path / "model"), tmp_path, capfd)
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def test_a_trace_of_reads_and_steps(run: Runner, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swapkv_jax.errors import ModelError
+from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models.weights import Progress
 from swapkv_jax.store_paths import cache_home
 
@@ -52,7 +53,8 @@ def embedded_path(progress: Progress | None = None) -> Path:
         with _locked(target.with_suffix(".lock")):
             # Another process may have fetched it while this one waited.
             if not _is_sound(target):
-                _fetch(target, progress)
+                with interruptible():  # or the download would go on, and its files stay
+                    _fetch(target, progress)
     except OSError as error:
         raise ModelError(
             f"{target}: cannot keep the embedded model ({error}); "

@@ -1,7 +1,6 @@
 """`python -m swapkv_jax.planner`: see `command`."""
 
-import sys
-
+from swapkv_jax.interrupts import run_command
 from swapkv_jax.planner.command import main
 
-sys.exit(main())
+run_command("python -m swapkv_jax.planner", main)
