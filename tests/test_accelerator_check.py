@@ -36,7 +36,7 @@ def test_all_of_it_on_a_cpu(tools: Tools, tmp_path: Path, capfd: pytest.CaptureF
         whats = [f["what"].split()[0] for f in findings if f["part"] == part]
         assert whats == ["resident", "layer/dram", "layer/disk", "group"], part
     kernels = [f["what"].split()[0] for f in findings if f["part"] == "kernel" and f["passed"]]
-    assert kernels == ["xla", "mosaic_tpu", "mosaic_gpu"]
+    assert list(dict.fromkeys(kernels)) == ["xla", "mosaic_tpu", "mosaic_gpu", "mosaic_hopper"]
     assert all(f["passed"] in (True, None) for f in findings)
     assert done.out.splitlines()[-1] == f"{sum(f['passed'] is True for f in findings)} ok, 0 failed"
 
@@ -58,6 +58,26 @@ def test_policies_are_held_against_the_reference(
     (*_, found) = policies.check_policies(policies.TINY, expected)
     assert found.passed is passes
     assert said in found.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        (None, ["xla"]),
+        (8.0, ["xla"]),
+        (9.0, ["xla", "mosaic_gpu", "mosaic_hopper"]),
+        (10.0, ["xla", "mosaic_gpu"]),
+    ],
+)
+def test_a_gpu_runs_the_kernels_of_its_generation(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, capability: float | None, expected: list[str]
+) -> None:
+    kernels = tools("accelerator_kernels")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
+    assert [backend for backend, _ in kernels.backends(interpreted=False)] == expected
+    served = {backend: len(kernels._served(backend, kernels.CASES)) for backend in expected}
+    assert served == {backend: 3 if backend == "mosaic_hopper" else 10 for backend in expected}
 
 
 def test_a_wrong_kernel_is_found(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:

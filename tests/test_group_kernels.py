@@ -23,7 +23,7 @@ from swapkv_jax.kernels.versions import (  # pyright: ignore[reportMissingImport
 
 from swapkv_jax import Engine, Plan, PlanError, Sampling, UsageError, group_graphs, make_plan
 from swapkv_jax.adapter import Adapter
-from swapkv_jax.attention_choice import Attention, check_capability, default_attention
+from swapkv_jax.attention_choice import Attention, check_capability, default_attention, why_xla
 from swapkv_jax.models.blocks import split_block
 from swapkv_jax.program import decode_specs
 from swapkv_jax.selection import Selection
@@ -32,8 +32,9 @@ from swapkv_jax.slot_layouts import slot_layout
 INTERPRETED: dict[Attention, Any] = {
     "mosaic_tpu": tpu_interpreter(detect_races=True),
     "mosaic_gpu": gpu_interpreter(detect_races=False),
+    "mosaic_hopper": gpu_interpreter(detect_races=False),
 }
-TOLERANCE = 1e-5
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # each size compiles for ten seconds
 KERNELS = "swapkv_jax.kernels.gather_attention"
 every_kernel = pytest.mark.parametrize("attention", INTERPRETED)
@@ -52,7 +53,14 @@ def small_tiles() -> Iterator[None]:
 def sizes(**fields: Any) -> dict[str, Any]:
     """Of the tiny geometry and its plan: heads that the kernels serve, few of everything else."""
     known = {"kv_heads": 2, "repeat": 3, "head_dim": 80, "group_tokens": 4, "slots": 7, "selected": 5}
-    return {**known, "attended": "selected", "lookahead": "step", "summary": "group", **fields}
+    choices = {"attended": "selected", "lookahead": "step", "summary": "group", "dtype": "float32"}
+    return {**known, **choices, **fields}
+
+
+def served(attention: Attention, **fields: Any) -> dict[str, Any]:
+    """Sizes that an attention serves."""
+    hopper = {"head_dim": 64, "group_tokens": 8, "dtype": "bfloat16"} if attention == "mosaic_hopper" else {}
+    return sizes(**{**fields, **hopper})
 
 
 def plan_of(attention: Attention, size: dict[str, Any], **fields: Any) -> tuple[Plan, Any]:
@@ -72,7 +80,8 @@ def plan_of(attention: Attention, size: dict[str, Any], **fields: Any) -> tuple[
         summary=size["summary"],
         load_buckets=(4, 16),
     )
-    known = {"batch": 3, "max_context": 64, "group_tokens": size["group_tokens"], "record_alignment": 512}
+    known = {"batch": 3, "max_context": 64, "record_alignment": 512}
+    known |= {name: size[name] for name in ("group_tokens", "dtype")}
     return make_plan(
         model, cache="group", selection=choice, attention=attention, **{**known, **fields}
     ), model
@@ -93,15 +102,16 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     plan, block, xla = _segment("xla", items)
     packed_plan, _, kernel = _segment(attention, items)
     rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(size["dtype"])
 
     def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
+        return rng.standard_normal(shape).astype(dtype)
 
     b, heads, dim, tokens = plan.batch, plan.kv_heads, plan.head_dim, plan.group_tokens
     choice = plan.selection
     assert choice is not None
     c1 = choice.reuse_slots + 1
-    params = jax.tree.map(lambda leaf: draw(*leaf.shape) / np.sqrt(np.float32(leaf.shape[0])), block.params)
+    params = jax.tree.map(lambda leaf: draw(*leaf.shape) / np.sqrt(leaf.shape[0]).astype(dtype), block.params)
     adapter = draw(heads * dim, choice.rank)
     lengths = rng.integers(0, plan.capacity, b).astype(np.int32)
     summary = jnp.asarray(draw(b, plan.summary_places, choice.rank), choice.summary_dtype)
@@ -112,7 +122,7 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     for row, count in enumerate(used):
         mask[row, rng.permutation(c1 - 1)[:count]] = True
     pools, rollings = [], []
-    for spoiled in (np.finfo(np.float32).max, np.nan):
+    for spoiled in (jnp.finfo(dtype).max, np.nan):
         ks, vs, near_k, near_v = k.copy(), v.copy(), rolling_k.copy(), rolling_v.copy()
         for row in range(b):
             ks[row, :, ~mask[row]], vs[row, :, ~mask[row]] = np.nan, spoiled
@@ -131,8 +141,14 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     more = (ids,) if choice.lookahead == "step" else ()
     expected = xla(params, adapter, x, (xk, xv), mask, lengths, after, rollings[0], summary, *more)
     ours = kernel(params, adapter, x, (packed,), mask, lengths, after, (packed_rolling,), summary, *more)
-    near = partial(np.testing.assert_allclose, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected[0]).max())
-    near(np.asarray(ours[0]), np.asarray(expected[0]))
+    tolerance = TOLERANCE[size["dtype"]]
+    largest = np.abs(np.asarray(expected[0], np.float32)).max()
+
+    def near(ours: Any, expected: Any) -> None:
+        pair = (np.asarray(x, np.float32) for x in (ours, expected))
+        np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance * largest)
+
+    near(ours[0], expected[0])
     for row in range(b):
         held = slice(0, lengths[row] % tokens + 1)
         both = np.concatenate([np.asarray(part)[row, :, held] for part in expected[1]], axis=-1)
@@ -145,11 +161,14 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
             assert len(set(row) - set(other)) <= 1, (row, other)  # a tie may go either way
 
 
-@every_kernel
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic_hopper")) for name in INTERPRETED],
+)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 999), used=st.tuples(*[st.integers(0, 5)] * 3))
 def test_segment_equals_xla(attention: Attention, seed: int, used: tuple[int, ...]) -> None:
-    compare_segments(attention, sizes(), seed, list(used))
+    compare_segments(attention, served(attention), seed, list(used))
 
 
 @pytest.mark.slow
@@ -161,7 +180,8 @@ def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObjec
     slots = draw(st.integers(3, 20))
     selected = draw(st.integers(2, slots))
     attended = draw(st.sampled_from(["selected", "kept"]))
-    size = sizes(
+    size = served(
+        attention,
         kv_heads=draw(st.integers(1, 4)),
         repeat=draw(st.integers(1, 6)),
         head_dim=draw(st.sampled_from([64, 80, 96, 128, 256])),
@@ -181,14 +201,14 @@ def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObjec
 
 @pytest.mark.parametrize("attention", get_args(Attention))
 def test_a_rolling_buffer_keeps_what_was_packed_and_appended(attention: Attention) -> None:
-    plan, _ = plan_of(attention, sizes())
+    plan, _ = plan_of(attention, served(attention))
     layout = slot_layout(plan)
     rng = np.random.default_rng(0)
     shape = (plan.batch, plan.kv_heads, plan.group_tokens, plan.head_dim)
-    k, v = rng.standard_normal((2, *shape)).astype(np.float32)
+    k, v = rng.standard_normal((2, *shape)).astype(jnp.dtype(plan.dtype))
     packed = layout.pack(k, v)
     assert tuple(part.shape for part in packed) == plan.rolling_shapes
-    new_k, new_v = rng.standard_normal((2, *shape[:2], shape[3])).astype(np.float32)
+    new_k, new_v = rng.standard_normal((2, *shape[:2], shape[3])).astype(k.dtype)
     newest = np.array([0, 3, 2], np.int32)
     after = jax.jit(layout.append)(packed, new_k, new_v, newest)
     np.testing.assert_array_equal(jax.jit(layout.keys)(packed), k)
@@ -223,7 +243,9 @@ def interpreted(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@every_kernel
+@pytest.mark.parametrize(
+    "attention", ["mosaic_tpu", "mosaic_gpu"]
+)  # the other's bfloat16 decides ties otherwise
 def test_decode_equals_xla(attention: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, groups that complete, misses and reuse; nothing moves."""
     size = sizes(repeat=2, head_dim=64, slots=6, selected=4, attended="kept", lookahead="layer")
@@ -247,9 +269,9 @@ def test_decode_equals_xla(attention: Attention, tmp_path: Path, monkeypatch: py
 # ---- compiled for devices that are not here ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e", "h100"])
+@pytest.mark.parametrize(("target", "group"), [("v5e", 4), ("v6e", 4), ("h100", 4), ("h100", 8)])
 def test_a_segment_compiles_with_its_kernel_and_copies_nothing(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    target: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
     from portability_targets import TARGETS  # pyright: ignore[reportMissingImports]
@@ -258,10 +280,11 @@ def test_a_segment_compiles_with_its_kernel_and_copies_nothing(
     if reason := device.missing():
         pytest.skip(reason)
     model = geometry(layers=2, hidden=1024, heads=32, kv_heads=8, head_dim=128, max_positions=32768)
-    attention: Attention = "mosaic_tpu" if device.kind == "tpu" else "mosaic_gpu"
-    plan = make_plan(
-        model, cache="group", batch=8, dtype="bfloat16", platform=device.kind, attention=attention
-    )
+    attention: Attention = "mosaic_hopper" if group == 8 else "mosaic_gpu"
+    if device.kind == "tpu":
+        attention = "mosaic_tpu"
+    fields = {"dtype": "bfloat16", "platform": device.kind, "group_tokens": group, "attention": attention}
+    plan = make_plan(model, cache="group", batch=8, **fields)
     (spec,) = (spec for spec in decode_specs(plan, model, [Sampling()]) if spec.name == "segment")
     compiled = spec.trace(device.sharding()).lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -279,7 +302,7 @@ def test_a_segment_compiles_with_its_kernel_and_copies_nothing(
 
 @every_kernel
 def test_off_its_platform_a_kernel_is_refused_by_name(attention: Attention) -> None:
-    plan, model = plan_of(attention, sizes())
+    plan, model = plan_of(attention, served(attention))
 
     (spec,) = (spec for spec in decode_specs(plan, model, [Sampling()]) if spec.name == "segment")
     traced = spec.jit().trace(*spec.arguments)
@@ -305,6 +328,39 @@ def test_the_planner_takes_the_platforms_kernel(
     model = geometry(head_dim=64)
     plan = make_plan(model, cache="group", max_context=64, platform=platform, capability=capability)
     assert plan.attention == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "mosaic_hopper"),
+        ({"group_tokens": 16, "head_dim": 256}, "mosaic_hopper"),
+        ({"group_tokens": 4}, "mosaic_gpu"),
+        ({"head_dim": 80}, "mosaic_gpu"),
+        ({"dtype": "float32"}, "mosaic_gpu"),
+        ({"capability": 10.0}, "mosaic_gpu"),
+        ({"capability": 8.9}, "xla"),
+    ],
+)
+def test_tensor_cores_multiply_where_shapes_and_the_gpu_allow(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], expected: Attention
+) -> None:
+    monkeypatch.setattr("swapkv_jax.attention_choice.version", lambda name: "0.12.0.1")
+    known = {"kv_heads": 8, "heads": 32, "head_dim": 128, "group_tokens": 8, "dtype": "bfloat16"}
+    assert default_attention("gpu", **{**known, "capability": 9.0, **fields})[0] == expected
+
+
+def test_why_xla_attends_where_there_are_kernels() -> None:
+    sizes = {"kv_heads": 2, "heads": 4, "head_dim": 64, "group_tokens": 4, "dtype": "bfloat16"}
+    assert why_xla("xla", "cpu", **sizes) is None
+    assert why_xla("mosaic_tpu", "tpu", **sizes) is None
+    assert why_xla("xla", "tpu", **sizes) == "the plan asks for it, where mosaic_tpu would serve"
+    for platform, changes, reason in (
+        ("tpu", {"head_dim": 72}, "serves head_dim of one of 64, 80, 96, 128, 256, not 72"),
+        ("gpu", {"capability": 8.0}, "needs compute capability 9.0, not 8.0"),
+        ("gpu", {"capability": None}, "needs compute capability 9.0, not an unknown one"),
+    ):
+        assert reason in str(why_xla("xla", platform, **{**sizes, **changes}))
 
 
 def test_kernels_that_would_divide_a_cuda_graph_are_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,5 +400,18 @@ def test_plans_that_no_kernel_serves_are_refused() -> None:
         make_plan(geometry(head_dim=64), cache="resident", attention="mosaic_tpu")
     with pytest.raises(PlanError, match=r"needs compute capability 9.0, not 8.0; use attention xla"):
         check_capability("mosaic_gpu", 8.0)
-    check_capability("mosaic_gpu", 9.0)
+    for capability in (8.9, 10.0, 12.0):
+        with pytest.raises(
+            PlanError, match=rf"needs compute capability 9.0 \(Hopper\), not {capability}; use"
+        ):
+            check_capability("mosaic_hopper", capability)
+    for attention in ("mosaic_gpu", "mosaic_hopper"):
+        check_capability(attention, 9.0)
+    check_capability("mosaic_gpu", 10.0)
     check_capability("xla", 8.0)
+    with pytest.raises(
+        PlanError, match=r"mosaic_hopper serves group_tokens of one of 8, 16, not 4; use that, or"
+    ):
+        make_plan(
+            geometry(head_dim=64), cache="group", max_context=64, attention="mosaic_hopper", dtype="bfloat16"
+        )

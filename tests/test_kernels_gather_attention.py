@@ -34,11 +34,16 @@ INTERPRETED: dict[Backend, Any] = {
     "xla": False,
     "mosaic_tpu": tpu_interpreter(detect_races=True),
     "mosaic_gpu": gpu_interpreter(detect_races=True),
+    "mosaic_hopper": gpu_interpreter(detect_races=True),
 }
 every_backend = pytest.mark.parametrize("backend", INTERPRETED)
 # An interpreted kernel takes seconds to compile, so that the default suite has few of them.
+but_hopper_slowly = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic_hopper")) for name in INTERPRETED],
+)
 kernels_slowly = pytest.mark.parametrize(
-    "backend", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mosaic_tpu", "mosaic_gpu"))]
+    "backend", [pytest.param(name, marks=[pytest.mark.slow] * (name != "xla")) for name in INTERPRETED]
 )
 
 
@@ -47,7 +52,8 @@ def small_tiles() -> Iterator[None]:
     """Three or four slots are a step already, so that few slots make several steps."""
     tpu = patch("swapkv_jax.kernels.gather_attention.mosaic_tpu.SLOT_BYTES", 2 * 16 * 1024)
     gpu = patch("swapkv_jax.kernels.gather_attention.mosaic_gpu.REGISTERS", 16)
-    with tpu, gpu:
+    hopper = patch("swapkv_jax.kernels.gather_attention.mosaic_hopper.STEP", 32)
+    with tpu, gpu, hopper:
         yield
 
 
@@ -98,6 +104,19 @@ class Case:
         }
 
 
+def served(case: Case, backend: Backend) -> Case:
+    """The nearest case of sizes that a backend serves."""
+    if backend != "mosaic_hopper":
+        return case
+    return replace(
+        case,
+        dtype="bfloat16",
+        tokens=8 if case.tokens <= 8 else 16,
+        dim={80: 64, 96: 128}.get(case.dim, case.dim),
+        fill=64 if case.fill else 0,
+    )
+
+
 def expected(x: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp in float64, row by row, head by head."""
     out, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:3], -np.inf)
@@ -118,6 +137,7 @@ def expected(x: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(case: Case, backend: Backend, tolerance: float | None = None, **changes: np.ndarray) -> None:
+    case = served(case, backend)
     x = case.inputs() | changes
     want, want_lse = expected(x)
     out, lse = gather_attention(**x, backend=backend, interpret=INTERPRETED[backend])
@@ -156,28 +176,32 @@ def test_special_sizes(name: str, backend: Backend) -> None:
 
 @kernels_slowly
 def test_nothing_at_all_gives_zeros_and_minus_infinity(backend: Backend) -> None:
-    case = Case(valid=-1.0)
+    case = served(Case(valid=-1.0), backend)
     nan = np.full_like(case.inputs()["rolling"], np.nan)
     check(case, backend, newest=np.full(2, -1, np.int32), rolling=nan)
 
 
 @kernels_slowly
 def test_scores_far_below_or_above_zero_do_not_overflow(backend: Backend) -> None:
-    x = Case().inputs()
+    case = served(Case(), backend)
+    x = case.inputs()
+    dtype = x["q"].dtype
     for sign in (-1, 1):
         near = {name: x[name].copy() for name in ("pool", "rolling")}
         for array in near.values():
-            keys = array[..., : Case().dim]
-            keys[...] = np.abs(keys) * np.float32(30)
+            keys = array[..., : case.dim]
+            keys[...] = np.abs(keys) * np.asarray(30, dtype)
         # Scores of thousands have lost the digits that 1e-5 would need.
-        check(Case(), backend, 2e-3, q=np.abs(x["q"]) * np.float32(sign * 8), **near)
+        tolerance = max(2e-3, TOLERANCE[case.dtype])
+        check(case, backend, tolerance, q=np.abs(x["q"]) * np.asarray(sign * 8, dtype), **near)
 
 
 @kernels_slowly
 def test_order_of_slots_does_not_matter(backend: Backend) -> None:
-    x = Case(valid=1.1).inputs()
+    case = served(Case(valid=1.1), backend)
+    x = case.inputs()
     order = np.random.default_rng(1).permutation(x["slots"].shape[1])
-    check(Case(valid=1.1), backend, slots=x["slots"][:, order], valid=x["valid"][:, order])
+    check(case, backend, slots=x["slots"][:, order], valid=x["valid"][:, order])
 
 
 def random_cases(**limits: Any) -> st.SearchStrategy[Case]:
@@ -197,7 +221,7 @@ def random_cases(**limits: Any) -> st.SearchStrategy[Case]:
     )
 
 
-@every_backend
+@but_hopper_slowly
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(case=random_cases(heads=2, dims=[64, 80], selected=5))
 def test_random_shapes(case: Case, backend: Backend) -> None:
@@ -243,14 +267,22 @@ def test_auto_is_xla_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "platform"),
-    [("mosaic_tpu", "tpu"), ("mosaic_gpu", "cuda"), ("mosaic_tpu", None), ("mosaic_gpu", None)],
+    [
+        ("mosaic_tpu", "tpu"),
+        ("mosaic_gpu", "cuda"),
+        ("mosaic_tpu", None),
+        ("mosaic_gpu", None),
+        ("mosaic_hopper", None),
+    ],
 )
 def test_a_kernel_off_its_platform_says_so(backend: Backend, platform: str | None) -> None:
+    operands = served(Case(), backend).inputs()
+
     def lower() -> None:
         if platform is None:
-            gather_attention(**Case().inputs(), backend=backend)
+            gather_attention(**operands, backend=backend)
         else:
-            traced = jax.jit(partial(gather_attention, backend=backend)).trace(**Case().inputs())
+            traced = jax.jit(partial(gather_attention, backend=backend)).trace(**operands)
             traced.lower(lowering_platforms=(platform, "cpu"))
 
     with pytest.raises(UsageError, match=f"'{backend}' runs on .*, not on cpu: use 'xla' or 'auto'"):
@@ -286,6 +318,23 @@ def test_the_tpu_kernel_compiles_without_a_tpu(
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < operands["pool"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(tokens=8), "mosaic_hopper serves dtype of bfloat16, not float32"),
+        (Case(dtype="bfloat16"), "mosaic_hopper serves group_tokens of one of 8, 16, not 4"),
+        (
+            Case(dtype="bfloat16", tokens=8, dim=80),
+            "mosaic_hopper serves head_dim of one of 64, 128, 256, not 80",
+        ),
+        (Case(dtype="bfloat16", tokens=8, fill=32), "mosaic_hopper serves W of a multiple of 64, not 160"),
+    ],
+)
+def test_sizes_that_the_hopper_kernel_does_not_serve(case: Case, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        gather_attention(**case.inputs(), backend="mosaic_hopper", interpret=True)
 
 
 @pytest.mark.parametrize(

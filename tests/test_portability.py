@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,13 +17,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from swapkv_jax.kernels.gather_attention import gather_attention  # pyright: ignore[reportMissingImports]
 from tiny import tiny_checkpoint
 from tool_runs import Outcome, run_tool
 
 from swapkv_jax import attention_choice, program
 from swapkv_jax import plan as plan_module
 from swapkv_jax.plan_buffers import Buffer, plan_buffers
-from swapkv_jax.planner import weight_bytes
+from swapkv_jax.planner import make_plan, weight_bytes
 from swapkv_jax.sampling import Sampling
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -121,9 +124,10 @@ def test_built_in_models_are_those_that_the_tool_names(
                 plan = models.plan_for(label, chosen, target)
                 plan.validate(chosen.geometry)
                 kernels = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
-                expected = (
-                    kernels.get(target.kind, "xla") if label == "group" and target.name != "a100" else "xla"
-                )
+                served = label in ("group", "group/8") and target.name != "a100"
+                expected = kernels.get(target.kind, "xla") if served else "xla"
+                if label == "group/8" and target.name in ("h100", "h200"):
+                    expected = "mosaic_hopper"
                 assert plan.attention == expected, (name, label, target.name)
 
 
@@ -387,6 +391,57 @@ def test_bytes_of_tiled_layouts(
     assert tools("portability_bytes").laid_out_bytes(shape, itemsize, layout) == expected
 
 
+def test_a_spare_slot_may_go_unused(tools: Callable[[str], ModuleType]) -> None:
+    """What a compiler's temporaries may be of a plan whose graph holds two layers and half of one more: as on v4,
+    which does without that half of Llama's, or as on the others; but no less, and no other buffer may be missing."""
+    module = tools("portability_bytes")
+    geometry = tools("portability_models").subject("llama-3.1-8b", None, None).geometry
+    sizes = {"batch": 8, "max_context": 32_768, "dtype": "bfloat16", "platform": "tpu"}
+    plan = make_plan(geometry, cache="layer", tier="dram", **sizes)
+    held = {b.name: b for b in plan.buffers(geometry) if b.tier == "device" and b.phase == "always"}
+    in_graph = [b.bytes for b in plan.buffers(geometry) if b.phase == "graph"]
+    spare = in_graph[-1]
+    assert in_graph == [spare] * 5
+
+    def found(temporaries: int, names: Sequence[str]) -> Any:
+        taken = [
+            module.Argument(
+                held[name].shape, held[name].dtype, weight=False, host=False, bytes=held[name].bytes
+            )
+            for name in names
+        ]
+        return module.plan_bytes(plan, geometry, [taken], temporaries)
+
+    rest = sum(b.bytes for b in held.values())
+    for temporaries, compiled in ((4 * spare, 4 * spare), (5 * spare, 5 * spare), (6 * spare, 5 * spare)):
+        bytes_ = found(temporaries, list(held))
+        assert bytes_.problems == ()
+        assert (bytes_.planned, bytes_.compiled) == (5 * spare + rest, compiled + rest)
+        assert bytes_.temporaries == max(0, temporaries - 5 * spare)
+    (problem,) = found(3 * spare, list(held)).problems
+    assert problem.startswith(f"device bytes: {3 * spare + rest:,} compiled")
+    first, *_ = found(4 * spare, ()).problems
+    assert first.startswith(f"no decode graph takes buffer {next(iter(held))} ")
+
+
+def test_a_plan_for_another_generation_is_refused(
+    tools: Callable[[str], ModuleType], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before its compiler is asked, which ends the process: other GPUs have no such instruction."""
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
+    models, out = tools("portability_models"), tmp_path / "out.json"
+    chosen = models.subject(str(tmp_path), 1, 1024)
+    fields = {"max_context": 1024, "dtype": "bfloat16", "group_tokens": 8, "attention": "mosaic_hopper"}
+    (tmp_path / "plan.json").write_text(make_plan(chosen.geometry, cache="group", **fields).to_json())
+    flags = ["--model", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "--targets", "b200"]
+    done = run_tool(tools("portability").main, [*flags, "--json", str(out)], out, capfd)
+    assert done.code == 1
+    assert (
+        "mosaic_hopper needs compute capability 9.0 (Hopper), not 10.0; use attention mosaic_gpu" in done.out
+    )
+    assert done.report["rows"][0]["graphs"] == []
+
+
 def test_artefacts_are_for_one_platform(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     done = run("--targets", "cpu", "--plans", "layer/dram", "--artefacts", str(tmp_path / "out"))
@@ -447,7 +502,7 @@ ALIGNED = {  # sizes that fill a TPU's tiles, and a cache that arriving records 
 }
 
 
-GROUP_PLAN = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}
+GROUP_PLAN = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}  # of groups of 4
 
 
 @pytest.fixture
@@ -493,6 +548,20 @@ def test_a_real_compiler(real: Callable[..., Outcome], target: str) -> None:
     assert [seconds > 0 for seconds in heads] == [True, False, False], "what two plans share is compiled once"
 
 
+def test_groups_of_eight_tokens_are_attended_by_tensor_cores(
+    real: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_choice, "version", lambda name: "0.12.0")
+    done = real("h100", "group/8")
+    (row,) = done.report["rows"]
+    assert row["attention"] == "mosaic_hopper"
+    segment = next(graph for graph in row["graphs"] if graph["name"] == "segment")
+    assert len(segment["kernels"]) == 1
+    if jax.__version_info__ >= attention_choice.MIN_JAX:
+        assert row["status"] == "passed", done.out
+        assert segment["command_buffers"] == 1
+
+
 @pytest.mark.parametrize("target", ["v5e", "h100"])
 @pytest.mark.parametrize(
     ("plan", "named"),
@@ -526,3 +595,39 @@ def test_a_loop_is_found_in_what_was_compiled_too(
     done = real("h100", "resident")
     assert done.code == 1
     assert "command buffers beside kWhile, not exactly one" in done.out
+
+
+@pytest.mark.parametrize("group", [8, 16])
+def test_the_hopper_kernel_multiplies_with_tensor_cores(
+    tools: Callable[[str], ModuleType], group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the PTX of both GPU kernels; and nothing takes the place of registers in memory."""
+    target = tools("portability_targets").TARGETS["h100"]
+    if reason := target.missing():
+        pytest.skip(reason)
+    pool, dtype, place = (2, 3, 70, group, 512), jnp.bfloat16, target.sharding()
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        for shape, dtype in (
+            ((2, 3, 5, 256), dtype),
+            (pool, dtype),
+            ((2, 65), jnp.int32),
+            ((2, 65), jnp.bool_),
+            ((*pool[:2], *pool[3:]), dtype),
+            ((2,), jnp.int32),
+        )
+    ]
+    products = {}
+    for backend in ("mosaic_gpu", "mosaic_hopper"):
+        dump = tmp_path / backend
+        dump.mkdir()
+        monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
+        jax.jit(partial(gather_attention, backend=backend)).trace(*operands).lower().compile()
+        (ptx,) = (path.read_text() for path in dump.glob("*.ptx"))
+        (said,) = (path.read_text() for path in dump.glob("*.ptxas"))
+        assert "0 bytes spill stores, 0 bytes spill loads" in said, backend
+        products[backend] = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
+    assert products == {
+        "mosaic_gpu": set(),
+        "mosaic_hopper": {"m64n64k16.f32.bf16.bf16", "m64n128k16.f32.bf16.bf16"},
+    }

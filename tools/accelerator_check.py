@@ -123,7 +123,9 @@ def _parts(tiny: bool) -> dict[str, Part]:
             yield Finding(part="rate", what=what, found=found, passed=None, values={"bytes_per_s": rate})
 
     return {
-        "kernel": lambda: kernels.check_kernels(kernels.TINY if tiny else kernels.CASES, interpreted=tiny),
+        "kernel": lambda: kernels.check_kernels(
+            kernels.TINY_FOR_ALL if tiny else kernels.CASES, interpreted=tiny
+        ),
         "policy": lambda: policies.check_policies(exact, policies.reference(exact)),
         "graphs": lambda: check_graphs(policies.planners(timed), timed.geometry),
         "rate": measure,

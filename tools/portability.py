@@ -32,7 +32,8 @@ from portability_models import DEFAULT_PLANS, MODELS, PLANS, Subject, plan_for, 
 from portability_table import table
 from portability_targets import TARGETS, Target, compilers
 
-from swapkv_jax import SwapKVError, UsageError
+from swapkv_jax import PlanError, SwapKVError, UsageError
+from swapkv_jax.attention_choice import check_capability
 from swapkv_jax.plan import Plan
 from swapkv_jax.planner import weight_bytes
 from swapkv_jax.program import decode_specs
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names_of(PLANS),
         default=list(DEFAULT_PLANS),
         metavar="LIST",
-        help=f"of {','.join(PLANS)} (default: all but the last, a platform's kernel if it has one)",
+        help=f"of {','.join(PLANS)} (default: {','.join(DEFAULT_PLANS)}; group: by a platform's kernel)",
     )
     add(
         "--plan",
@@ -174,6 +175,10 @@ def _row(
     geometry = chosen.geometry
     failures: list[str] = []
     graphs: list[GraphReport] = []
+    try:
+        check_capability(plan.attention, target.capability)
+    except PlanError as error:
+        checker = str(error)  # a compiler that is asked for what its GPU lacks ends the process
     if isinstance(checker, str):
         failures.append(checker)
     else:

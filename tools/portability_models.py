@@ -35,7 +35,8 @@ _SIZES = {  # rows, and tokens per row
 }
 MODELS = tuple(_SIZES)
 DEFAULT_PLANS = ("resident", "layer/dram", "layer/disk", "group")
-PLANS = (*DEFAULT_PLANS, "group/xla")  # `group` attends by the kernel of the platform, where it has one
+# `group` attends groups of 4 tokens by the platform's kernel for them, where it has one; `group/8` groups of 8.
+PLANS = (*DEFAULT_PLANS, "group/xla", "group/8")
 DTYPES: dict[str, DType] = {"cpu": "float32", "tpu": "bfloat16", "gpu": "bfloat16"}
 
 
@@ -67,7 +68,9 @@ def plan_for(choice: str, chosen: Subject, target: Target) -> Plan:
     """
     policy, _, variant = choice.partition("/")
     fields: dict[str, Any] = {"cache": policy, "platform": target.kind, "capability": target.capability}
-    if variant:
+    if variant.isdigit():
+        fields["group_tokens"] = int(variant)
+    elif variant:
         fields["tier" if policy == "layer" else "attention"] = variant
     return make_plan(
         chosen.geometry,

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from swapkv_jax.attention_choice import DTYPES, HEAD_DIMS, MAX_GROUP, MAX_HEADS, MAX_REPEAT
+from swapkv_jax.attention_choice import DTYPES, HEAD_DIMS, MAX_GROUP, MAX_HEADS, MAX_REPEAT, refusal
 from swapkv_jax.errors import UsageError
 
 from ..platforms import require_platform
 from .mosaic_gpu import gather_attention_gpu
+from .mosaic_hopper import gather_attention_hopper
 from .mosaic_tpu import gather_attention_tpu
 from .reference import gather_attention_xla
 
-Backend = Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"]
+Backend = Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu", "mosaic_hopper"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
@@ -56,7 +57,9 @@ def gather_attention(
       newest: int32, index of a row's newest rolling token; -1 if there is none.
       backend: `auto` is the Mosaic kernel on TPU and CUDA devices and XLA operations elsewhere, chosen when the
         program is lowered. A kernel asked for by name refuses to be lowered for another platform. CUDA devices
-        before Hopper have no such kernel: ask for `xla` there.
+        before Hopper have no such kernel: ask for `xla` there. `mosaic_hopper` is for Hopper alone, bfloat16, G 8 or
+        16, D 64, 128 or 256 and W a multiple of 64; `auto`, which does not know a CUDA device's generation, never
+        takes it.
       interpret: interprets the named kernel, which any platform can: True, or one of the interpreters in
         `kernels.versions`. For tests.
 
@@ -88,6 +91,7 @@ def gather_attention(
 _KERNELS: dict[str, tuple[Any, Any]] = {
     "mosaic_tpu": (gather_attention_tpu, "tpu"),
     "mosaic_gpu": (gather_attention_gpu, "cuda"),
+    "mosaic_hopper": (gather_attention_hopper, "cuda"),
 }
 
 
@@ -126,3 +130,18 @@ def _check(q, pool, slots, valid, rolling, newest, *, backend: str) -> None:
     for name, (value, fits, range_) in limits.items():
         if not fits:
             raise UsageError(f"{name} is {value}; gather attention serves {range_}")
+    if backend == "mosaic_hopper":
+        reason = refusal(
+            backend,
+            kv_heads=heads,
+            heads=heads * repeat,
+            head_dim=dim,
+            group_tokens=tokens,
+            dtype=str(q.dtype),
+        )
+        if reason is None and width % 64:
+            reason = (
+                f"attention {backend} serves W of a multiple of 64, not {width}; use that, or attention xla"
+            )
+        if reason is not None:
+            raise UsageError(reason)
