@@ -13,12 +13,14 @@ import jax
 import numpy as np
 
 from swapkv_jax.accounting import device_bytes
+from swapkv_jax.attention_choice import why_xla
 from swapkv_jax.engine import Engine
 from swapkv_jax.generation import Generation
 from swapkv_jax.memory_limits import exact_bytes, format_bytes
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.planner import describe, weight_bytes
+from swapkv_jax.staging import compute_capability
 from swapkv_jax.text import RowText
 
 
@@ -29,7 +31,11 @@ def build_report(
 
     `tokens_per_s` counts the tokens of all rows made after the first one, over the time they took.
     """
-    plan, memory, use = engine.plan, engine.plan.memory(engine.model.geometry), engine.use
+    plan, geometry, use = engine.plan, engine.model.geometry, engine.use
+    memory = plan.memory(geometry)
+    attention = None  # of slots, which the exact policies have none of
+    if plan.selection is not None:
+        attention = {"kind": plan.attention, "why_xla": _why_xla(plan, geometry)}
     device = device_bytes(engine)
     steps = generation.step_s
     later_tokens = sum(len(row.token_ids) for row in rows) - len(rows)
@@ -39,6 +45,7 @@ def build_report(
         "plan": json.loads(plan.to_json()),
         "plan_hash": plan.hash,
         "backend": jax.default_backend(),
+        "attention": attention,
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "reused_tokens": generation.reused_tokens,
         "generated": [
@@ -87,6 +94,22 @@ def build_report(
     }
 
 
+def _why_xla(plan: Plan, geometry: Geometry) -> str | None:
+    """Why no kernel of the device at hand attends the slots of a `group` plan; None for a kernel, and on a CPU."""
+    if plan.selection is None:
+        return None
+    return why_xla(
+        plan.attention,
+        jax.default_backend(),
+        kv_heads=plan.kv_heads,
+        heads=geometry.heads,
+        head_dim=plan.head_dim,
+        group_tokens=plan.group_tokens,
+        dtype=plan.dtype,
+        capability=compute_capability(),
+    )
+
+
 def describe_plan(plan: Plan, geometry: Geometry) -> str:
     """The plan and its bytes per tier, a few lines for a person."""
     memory = plan.memory(geometry)
@@ -101,8 +124,10 @@ def describe_plan(plan: Plan, geometry: Geometry) -> str:
         f"  disk    {exact_bytes(memory.disk)}",
         f"  (the whole KV cache is {format_bytes(plan.full_kv_bytes)})",
     ]
+    if why := _why_xla(plan, geometry):
+        lines.insert(1, f"  attention xla: {why}")
     if memory.prefill:
-        lines.insert(2, f"          and {exact_bytes(memory.prefill)} during prefill")
+        lines.insert(-3, f"          and {exact_bytes(memory.prefill)} during prefill")
     return "\n".join(lines)
 
 
@@ -137,6 +162,8 @@ def summarise(report: dict[str, Any]) -> str:
             f"  attended {io['groups_selected']} groups, {io['reuse_rate']:.1%} of them still in their slots; "
             f"summary {format_bytes(io['summary_bytes'])}"
         )
+    if (attention := report["attention"]) and attention["why_xla"]:
+        lines.append(f"  attention xla: {attention['why_xla']}")
     if io["groups_from_dram"]:
         lines.append(
             f"  {io['groups_from_dram']} of the {io['groups_read']} others came from DRAM "

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -156,6 +157,19 @@ def test_memory_and_report(deep: Model, adapter: Adapter, tmp_path: Path) -> Non
     described = describe_plan(plan, deep.geometry)
     assert "group (tier dram, 3 of 4 row(s) in DRAM too; 6 of up to 24 groups of 4" in described
     assert f"{3 * plan.dram_row_bytes} bytes of it whole rows" in described
+    assert report["attention"] == {"kind": "xla", "why_xla": None}
+    assert "attention xla:" not in summarise(report) + described
+    report["attention"]["why_xla"] = "another reason"
+    assert "\n  attention xla: another reason" in summarise(report)
+
+
+def test_the_report_says_why_no_kernel_attends(deep: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("swapkv_jax.report.compute_capability", lambda: 8.0)
+    _, why, *_ = describe_plan(group_plan(deep, FEW), deep.geometry).splitlines()
+    assert why.startswith("  attention xla: attention mosaic_gpu needs compute capability 9.0, not 8.0; use")
+    exact = make_plan(deep.geometry, cache="resident", max_context=64)
+    assert "attention" not in describe_plan(exact, deep.geometry)
 
 
 def test_memory_that_cannot_be_locked_only_warns(
