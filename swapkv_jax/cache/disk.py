@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.layer import LayerCache, Slot, slot_addresses
+from swapkv_jax.cache.layer import LayerByLayerCache, Slot, slot_addresses
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.models.blocks import Params
@@ -34,7 +34,7 @@ class Piece:
     rolling: bool
 
 
-class DiskLayerCache(LayerCache):
+class DiskLayerCache(LayerByLayerCache):
     """Every layer is read once per step, ahead of its use, in pieces of a staging slot each.
 
     The newest tokens, not yet a whole group, stay in memory (the rolling buffer) and ride along as one more

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from swapkv_jax.cache.base import CacheUse
-from swapkv_jax.cache.layer import LayerCache, Slot, slot_addresses
+from swapkv_jax.cache.layer import LayerByLayerCache, LayerCache, Slot, slot_addresses
 from swapkv_jax.models.blocks import Params
 from swapkv_jax.program import Program
 from swapkv_jax.staging import alias, host_view, pinned, to_device, zeros
@@ -17,7 +17,7 @@ from swapkv_jax.tiers import DramPool
 
 
 class DramLayerCache(LayerCache):
-    """What both transports share: each layer's K [B, Hkv, D, S] and V [B, Hkv, S, D] as host arrays."""
+    """What all transports share: each layer's K [B, Hkv, D, S] and V [B, Hkv, S, D] as host arrays."""
 
     _k: list[np.ndarray]
     _v: list[np.ndarray]
@@ -64,7 +64,7 @@ class AliasLayerCache(DramLayerCache):
     ) -> jax.Array:
         segment = self._program.segments[1]
         for layer, params in enumerate(layers):
-            k, v = self._arrive(layer)
+            k, v = self._slots[layer]
             x, (self._new[layer],) = segment([params], x, [k], [v], [self._new[layer]], lengths)
         return x
 
@@ -76,9 +76,6 @@ class AliasLayerCache(DramLayerCache):
         for layer, (k, v) in enumerate(self._new_views):
             for row in rows:
                 self._append(layer, row, int(held[row]), k[row], v[row])
-
-    def _arrive(self, layer: int) -> Slot:
-        return self._slots[layer]
 
     def _close_sequences(self) -> None:
         self._drop_views()
@@ -104,7 +101,7 @@ class AliasLayerCache(DramLayerCache):
         return {**super().addresses(), **slot_addresses(self._slots)}
 
 
-class PinnedLayerCache(DramLayerCache):
+class PinnedLayerCache(DramLayerCache, LayerByLayerCache):
     """Layers in pinned_host arrays: one computes from the device slot while the next ones are copied in.
 
     An arrival lands in memory of its own, since a copy cannot be aimed at an existing device buffer; moving

@@ -1,8 +1,4 @@
-"""Policy `layer` (SwapKV's layer virtualisation): a few physical layers on the device, the rest in a tier.
-
-This base class is the step that every tier shares: it writes back a layer's new token while the next layer
-computes.
-"""
+"""Policy `layer` (SwapKV's layer virtualisation): a few physical layers on the device, the rest in a tier."""
 
 from __future__ import annotations
 
@@ -19,7 +15,8 @@ from swapkv_jax.staging import fetch, read_only_view, zeros
 
 
 class LayerCache(OffloadCache):
-    """Subclasses say where layers are kept: see dram.py and disk.py."""
+    """What every step has in common: its new tokens, which go back to the tier. Subclasses say where layers are kept
+    and how a step reaches them: see dram.py, disk.py and in_graph.py."""
 
     def __init__(self, program: Program):
         super().__init__(program)
@@ -33,32 +30,15 @@ class LayerCache(OffloadCache):
     def _append(self, layer: int, row: int, at: int, k: np.ndarray, v: np.ndarray) -> None:
         """Copies one token, K and V [Hkv, D], to position `at` of a row in the tier."""
 
-    def _arrive(self, layer: int) -> Slot:
-        """The layer's KV on the device, or on its way in the order the device executes. Only a subclass whose step
-        is not by the layer does without it."""
-        raise NotImplementedError
-
-    def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
-        """Starts moving what follows `layer`, which computes now. Layers before it are written back."""
-        return
-
     # ---- decode --------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def step(
         self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
-    ) -> jax.Array:
-        segment = self._program.segments[1]
-        for layer, params in enumerate(layers):
-            k, v = self._arrive(layer)
-            x, (self._new[layer],) = segment([params], x, [k], [v], [self._new[layer]], lengths)
-            if layer:
-                self._write_back(layer - 1, held, active)
-            self._ahead(layer, held, active)
-        self._write_back(len(layers) - 1, held, active)
-        return x
+    ) -> jax.Array: ...
 
-    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
-        return  # every layer was written back while the next one computed
+    @abc.abstractmethod
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None: ...
 
     def _write_back(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
         k, v = fetch(self._new[layer])  # [B, Hkv, D] each
@@ -77,6 +57,35 @@ class LayerCache(OffloadCache):
 
     def addresses(self) -> dict[str, int]:
         return {f"new.{i}": array.unsafe_buffer_pointer() for i, array in enumerate(self._new)}
+
+
+class LayerByLayerCache(LayerCache):
+    """A step of one graph per layer, whose KV arrives while the layers before it compute; a layer's new token is
+    written back while the next one computes."""
+
+    @abc.abstractmethod
+    def _arrive(self, layer: int) -> Slot:
+        """The layer's KV on the device, or on its way in the order the device executes."""
+
+    @abc.abstractmethod
+    def _ahead(self, layer: int, held: np.ndarray, active: np.ndarray) -> None:
+        """Starts moving what follows `layer`, which computes now. Layers before it are written back."""
+
+    def step(
+        self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
+    ) -> jax.Array:
+        segment = self._program.segments[1]
+        for layer, params in enumerate(layers):
+            k, v = self._arrive(layer)
+            x, (self._new[layer],) = segment([params], x, [k], [v], [self._new[layer]], lengths)
+            if layer:
+                self._write_back(layer - 1, held, active)
+            self._ahead(layer, held, active)
+        self._write_back(len(layers) - 1, held, active)
+        return x
+
+    def settle(self, held: np.ndarray, active: np.ndarray) -> None:
+        return  # every layer was written back while the next one computed
 
 
 def slot_addresses(slots: Sequence[Slot]) -> dict[str, int]:
