@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flag_types import count, counts, names, paths
+from flag_types import count, counts, names, paths, whole
 from peers import PEERS
 from policies import POLICIES, add_policy_flags
 from selection_flags import add_selection_flags
@@ -13,6 +13,7 @@ from selection_flags import add_selection_flags
 from swapkv_jax.tiers.throttled import PROFILES
 
 TIERS = ("dram", "disk")
+OWN = "own"  # the storage profile of the disk as it is
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,7 +44,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tier", type=names("tier", TIERS), default=["dram"], help="where layer keeps KV")
     add("--physical-layers", type=count, default=None)
     add("--dtype", default="float32")
-    add("--peers", type=names("peer", tuple(PEERS)), default=[])
+    add(
+        "--peers",
+        type=names("peer", PEERS),
+        default=[],
+        metavar="NAME[,NAME]",
+        help=f"other systems beside ours, of {', '.join(PEERS)}; every setting of each is tried, and the fastest of "
+        "our and of other precisions take part",
+    )
     add(
         "--prompt-file",
         type=paths,
@@ -60,10 +68,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--store-dir", type=Path, help="directory of the disk tier, and of a prefill that is not kept")
     add(
         "--storage-profile",
-        choices=tuple(PROFILES),
-        help="what tier disk reads from is no faster than this disk (the paper's devices)",
+        type=names("storage profile", (OWN, *PROFILES)),
+        default=[OWN],
+        metavar="NAME[,NAME]",
+        help=f"what tier disk reads from is no faster than this disk: {OWN} (the disk as it is, the default), "
+        f"{', '.join(PROFILES)} (the paper's devices); everything is measured under each",
     )
-    add("--json", type=Path, required=True, metavar="OUT")
+    add(
+        "--breakdown",
+        type=whole,
+        default=4,
+        metavar="N",
+        help="profile so many more steps to say what a step consists of (default 4; 0: leave it out)",
+    )
+    add("--json", type=Path, required=True, metavar="OUT", help="the report; the table is printed")
+    add("--plots", type=Path, metavar="DIR", help="PNG plots (extra plots): throughput and memory")
+    add("--fresh", action="store_true", help="measure again what an interrupted run has kept beside --json")
     group = parser.add_argument_group("policy group")
     add = group.add_argument
     add("--group-tier", type=names("tier", TIERS), default=["disk"], help="dram: all rows there too")

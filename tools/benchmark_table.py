@@ -1,73 +1,179 @@
-"""A benchmark's report for reading."""
+"""A benchmark's report as Markdown tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+NONE = "–"
 
-def table(report: dict[str, Any]) -> str:
-    """The machine, a line per contender, another per one of policy `group`, its growth, and who was skipped."""
-    facts = report["machine"]
+
+def tables(report: dict[str, Any]) -> str:
+    """The machine; tables of speed, of memory and reads, of what a step consists of, and of the peers' settings; how
+    policy `group` grows; who was skipped."""
+    facts, rows = report["machine"], report["rows"]
     disk = facts["disk_bytes_per_s"]
-    lines = [
+    heading = [
         f"{facts['cpu']}, {facts['cores']} cores; memory {facts['memory_bytes_per_s'] / 1e9:.1f} GB/s"
         + (f", disk {disk / 1e9:.2f} GB/s" if disk else "")
-        + f"; jax {facts['jax']}",
-        f"{report['model']}; prompt of {report['prompt']}, {report['prefill']} prefill; {report['steps']} steps"
-        + f" in turns of {report['burst']}"
-        + (", the text's own tokens" if report["forced"] else ""),
-        f"{'':12} {'context':>7} {'batch':>5} {'ms/step':>8} {'p90':>8} {'floor':>7} {'tok/s':>7} "
-        f"{'x first':>8} {'wait':>5} {'read MB':>8} {'x plain':>7} {'device MB':>9} {'DRAM MB':>8} {'of full':>7} "
-        f"{'load':>5}",
+        + f"; jax {facts['jax']}, {facts['date']}",
+        f"{report['model']}, {report['dtype']}; prompt of {report['prompt']}, {report['prefill']} prefill; "
+        f"{report['steps']} steps in turns of {report['burst']}"
+        + (", the text's own tokens" if report["forced"] else "")
+        + (
+            f"; policies that select get {report['kv_memory']:.4f} of the whole KV"
+            if report["kv_memory"]
+            else ""
+        ),
     ]
-    first: dict[tuple[int, int], str] = {}
-    for row in report["rows"]:
-        reference = first.setdefault((row["context"], row["batch"]), _label(row))
-        lines.append(
-            f"{_label(row):12} {row['context']:7} {row['batch']:5} {row['tpot_s'] * 1e3:8.1f} "
-            f"{row['tpot_p90_s'] * 1e3:8.1f} {row['floor_s'] * 1e3:7.1f} {row['tokens_per_s']:7.1f} "
-            f"{_cell(row['ratio_to'].get(reference), '8.3f')} {_cell(row['wait_fraction'], '5.2f')} "
-            f"{_cell(row['bytes_read_per_step'], '8.1f', 1e6)} {_cell(row['ratio_to_plain_reader'], '7.2f')} "
-            f"{row['kv_bytes']['device'] / 1e6:9.1f} {row['kv_bytes']['dram'] / 1e6:8.1f} "
-            f"{_cell(row['memory_fraction'], '7.3f')} {row['load'][1]:5.1f}"
-        )
-    lines += _group_lines(report)
-    lines += [f"{name}: {reason}" for name, reason in report["skipped"].items()]
-    return "\n".join(lines)
+    profiled = [row for row in rows if row["breakdown"] is not None]
+    parts = [
+        "\n".join(heading),
+        _table(_speed_columns(rows, report["dtype"]), rows),
+        _table(_where(rows) + _MEMORY, [row for row in rows if row["policy"] is not None]),
+        _table(_where(rows) + _BREAKDOWN, profiled) if profiled else "",
+        _table(_where(report["trials"]) + _TRIALS, report["trials"]) if report["trials"] else "",
+        "\n".join([*_growth(report), *(f"note: {note}" for note in report["notes"])]),
+        "\n".join(f"{name}: {reason}" for name, reason in report["skipped"].items()),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _group_lines(report: dict[str, Any]) -> list[str]:
-    rows = [row for row in report["rows"] if row["policy"] == "group"]
-    if not rows:
-        return []
-    lines = [
-        "",
-        f"{'':12} {'context':>7} {'batch':>5} {'selected':>8} {'read':>7} {'reuse':>6} {'hidden':>6} {'between':>7} "
-        f"{'overflow':>8} {'disk MB/s':>9} {'random':>7} {'memory floor':>12} {'disk floor':>10} {'scan ms':>8}",
-    ]
-    lines += [
-        f"{_label(row):12} {row['context']:7} {row['batch']:5} {row['groups_selected_per_step']:8.0f} "
-        f"{row['groups_read_per_step']:7.0f} {_cell(row['reuse_rate'], '6.3f')} "
-        f"{_cell(row['hidden_fraction'], '6.3f')} {_cell(row['read_between_fraction'], '7.3f')} "
-        f"{row['overflow_loads']:8} {_cell(row['disk_bytes_per_s'], '9.0f', 1e6)} "
-        f"{_cell(row['random_reader_bytes_per_s'], '7.0f', 1e6)} {row['floor_memory_s'] * 1e3:12.1f} "
-        f"{row['floor_disk_s'] * 1e3:10.1f} {row['scan_s'] * 1e3:8.1f}"
-        for row in rows
-    ]
-    lines.append(f"random, MB/s: {report['random_reader']}")
-    lines += [
-        f"{_label(grown)}, batch {grown['batch']}, context {' to '.join(map(str, grown['contexts']))}: step "
-        f"{grown['step_s'] * 1e3:+.1f} ms; the summary's scan alone {grown['scan_s'] * 1e3:+.1f} ms, its bytes "
-        f"at memory bandwidth {grown['scan_floor_s'] * 1e3:+.1f} ms"
-        for grown in report["growth"]
-    ]
-    lines += [f"note: {note}" for note in report["notes"]]
-    return lines
-
-
-def _label(row: dict[str, Any]) -> str:
+def label(row: Row) -> str:
+    """A row's name, and its tier where it has one; a peer's has its setting."""
     return " ".join(filter(None, (row["name"], row["tier"])))
 
 
-def _cell(value: float | None, form: str, unit: float = 1.0) -> str:
-    return "-".rjust(int(form.split(".")[0])) if value is None else f"{value / unit:{form}}"
+def shape_of(row: Row) -> tuple[int, int, str]:
+    """What rows must have in common to be compared."""
+    return row["context"], row["batch"], row["storage_profile"]
+
+
+def best_peer(rows: Sequence[Row], row: Row, dtype: str) -> Row | None:
+    """The fastest peer of that precision in the rounds that `row` was in."""
+    others = [r for r in rows if r["peer"] and r["precision"] == dtype and shape_of(r) == shape_of(row)]
+    return min(others, key=lambda other: other["tpot_s"], default=None)
+
+
+# ---- columns -------------------------------------------------------------------------------------------
+
+
+def _where(rows: Sequence[Row]) -> list[Column]:
+    """Which rounds a row was in; the disk where there are several."""
+    columns: list[Column] = [("context", lambda r: str(r["context"])), ("batch", lambda r: str(r["batch"]))]
+    if any("storage_profile" in row for row in rows):
+        columns.append(("disk", lambda r: r["storage_profile"]))
+    return [*columns, ("", label)]
+
+
+def _speed_columns(rows: Sequence[Row], dtype: str) -> list[Column]:
+    first: dict[tuple[int, int, str], str] = {}
+    for row in rows:
+        first.setdefault(shape_of(row), label(row))
+    fastest = {  # of each peer, in its rounds
+        (*shape_of(row), row["peer"]): row["name"]
+        for row in sorted((r for r in rows if r["peer"]), key=lambda r: -r["tpot_s"])
+    }
+
+    def times_as_fast(row: Row, other: str | None) -> str:
+        ratio = row["ratio_to"].get(other)
+        return NONE if ratio is None else f"{1 / ratio:.2f}"
+
+    def over_peer(row: Row) -> str:
+        peer = best_peer(rows, row, dtype)
+        return NONE if peer is None else times_as_fast(row, peer["name"])
+
+    def name(row: Row) -> str:
+        marked = row["peer"] and fastest[*shape_of(row), row["peer"]] == row["name"]
+        return label(row) + (" (its fastest)" if marked else "")
+
+    compared = dict.fromkeys(first.values())
+    columns: list[Column] = [
+        *_where(rows)[:-1],
+        ("", name),
+        ("tok/s", _number("tokens_per_s", ".1f")),
+        ("ms/step", _number("tpot_s", ".1f", 1e3)),
+        ("p90", _number("tpot_p90_s", ".1f", 1e3)),
+        (f"x {', '.join(compared)}", lambda r: times_as_fast(r, first[shape_of(r)])),
+    ]
+    if fastest:
+        columns.append(("x best peer of our precision", over_peer))
+    return [
+        *columns,
+        ("floor, ms", _number("floor_s", ".1f", 1e3)),
+        ("x floor", _number("over_floor", ".2f")),
+        ("first token, s", _number("ttft_s", ".2f")),
+        ("load", lambda r: f"{r['load'][1]:.1f}"),
+    ]
+
+
+def _number(key: str, form: str, unit: float = 1.0) -> Callable[[Row], str]:
+    """A cell of `key`, a path of names with dots."""
+
+    def cell(row: Row) -> str:
+        value: Any = row
+        for name in key.split("."):
+            value = value[name]
+        return NONE if value is None else f"{value * unit:{form}}"
+
+    return cell
+
+
+_MEMORY: list[Column] = [
+    ("device, MB", _number("kv_bytes.device", ".1f", 1e-6)),
+    ("DRAM, MB", _number("kv_bytes.dram", ".1f", 1e-6)),
+    ("disk, MB", _number("kv_bytes.disk", ".1f", 1e-6)),
+    ("of whole KV", _number("memory_fraction", ".3f")),
+    ("groups", _number("groups_selected_per_step", ".0f")),
+    ("of them read", _number("groups_read_per_step", ".0f")),
+    ("reuse", _number("reuse_rate", ".3f")),
+    ("read, MB", _number("bytes_read_per_step", ".1f", 1e-6)),
+    ("between turns", _number("read_between_fraction", ".3f")),
+    ("MB/s", _number("disk_bytes_per_s", ".0f", 1e-6)),
+    ("x plain reader", _number("ratio_to_plain_reader", ".2f")),
+    ("random, MB/s", _number("random_reader_bytes_per_s", ".0f", 1e-6)),
+    ("wait", _number("wait_fraction", ".3f")),
+    ("hidden", _number("hidden_fraction", ".3f")),
+    ("overflow", _number("overflow_loads", ".0f")),
+    ("scan, ms", _number("scan_s", ".1f", 1e3)),
+    ("floor of memory, ms", _number("floor_memory_s", ".1f", 1e3)),
+    ("of disk, ms", _number("floor_disk_s", ".1f", 1e3)),
+]
+_BREAKDOWN: list[Column] = [
+    ("profiled ms/step", _number("breakdown.step_s", ".1f", 1e3)),
+    *(
+        (part, _number(f"breakdown.{part}", ".1f", 1e3))
+        for part in ("compute", "predict", "transfer", "wait", "host")
+    ),
+]
+_TRIALS: list[Column] = [
+    ("trial, ms/step", _number("tpot_s", ".1f", 1e3)),
+    ("tok/s", _number("tokens_per_s", ".1f")),
+    ("steps", _number("steps", ".0f")),
+    ("KV, MB", _number("kv_bytes.device", ".1f", 1e-6)),
+    ("first token, s", _number("ttft_s", ".2f")),
+    ("", lambda r: "takes part" if r["taken"] else ""),
+]
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """Columns that say nothing of any row are left out."""
+    cells = [[cell(row) for row in rows] for _, cell in columns]
+    said = [i for i, column in enumerate(cells) if any(cell != NONE for cell in column)]
+    lines = [[columns[i][0] for i in said], ["---"] * len(said)]
+    lines += [[cells[i][row] for i in said] for row in range(len(rows))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _growth(report: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{label(grown)}, batch {grown['batch']}, disk {grown['storage_profile']}, context "
+        f"{' to '.join(map(str, grown['contexts']))}: step {grown['step_s'] * 1e3:+.1f} ms; the summary's scan alone "
+        f"{grown['scan_s'] * 1e3:+.1f} ms, its bytes at memory bandwidth {grown['scan_floor_s'] * 1e3:+.1f} ms"
+        for grown in report["growth"]
+    ]
+    if any(row["random_reader_bytes_per_s"] for row in report["rows"]):
+        lines.append(f"random, MB/s: {report['random_reader']}")
+    return lines

@@ -1,4 +1,4 @@
-"""What takes part in a benchmark: our engine under one plan, or a peer. Each prefills once, then steps."""
+"""What takes part in a benchmark: each prefills once, then steps. Here: our engine under one plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 from scan import scan_seconds
+from step_profile import profile_steps
 
 from swapkv_jax import Engine, Plan
 from swapkv_jax.accounting import kv_bytes
@@ -19,7 +20,7 @@ from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse
 from swapkv_jax.disk_reads import random_read_rate
 from swapkv_jax.models import Model
-from swapkv_jax.prefilled import Prefilled, Prompts, RandomPrefill
+from swapkv_jax.prefilled import Prefilled, Prompts
 from swapkv_jax.tiers import Syscalls, sequential_read_rate
 from swapkv_jax.tiers.direct_io import PAGE
 from swapkv_jax.tiers.throttled import StorageProfile, ThrottledDisk
@@ -66,15 +67,21 @@ class Contender(Protocol):
     @property
     def label(self) -> str: ...
 
-    def prefill(self, work: Workload) -> float | None:
-        """Seconds to the first token, None where the prefill was not computed here.
+    @property
+    def policy(self) -> str | None:
+        """Of our engine's plan; None of a peer."""
+        ...
 
-        A peer cannot take keys and values that were captured: it computes its own, and makes up random ones.
-        """
+    def prefill(self, work: Workload) -> float | None:
+        """Seconds to the first token, None where the prefill was not computed here."""
         ...
 
     def measure(self, samples: Samples, steps: int) -> None:
         """As many steps one after the other, timed into `samples`."""
+        ...
+
+    def breakdown(self, steps: int) -> dict[str, Any] | None:
+        """Where `steps` more steps went, see `step_profile`; None where that cannot be told."""
         ...
 
     @property
@@ -185,6 +192,11 @@ class OurEngine:
             seconds += size / sequential_read_rate(path, chunk_bytes=chunk, syscalls=self._syscalls) / 1e6
         return sum(sizes.values()) / seconds
 
+    def breakdown(self, steps: int) -> dict[str, Any]:
+        before = self._engine.use.wait_s
+        profile = profile_steps(self._step, steps)
+        return profile.split(self._engine.use.wait_s - before)
+
     def describe(self) -> dict[str, Any]:
         plan, use = self._plan, self._engine.use
         held = kv_bytes(plan, self._geometry)
@@ -194,7 +206,6 @@ class OurEngine:
             "name": self._name,
             "policy": plan.policy,
             "selection": None if plan.selection is None else msgspec.to_builtins(plan.selection),
-            "peer": None,
             "tier": plan.tier,
             "plan": plan.hash,
             "physical_layers": plan.physical_layers,
@@ -215,56 +226,3 @@ class OurEngine:
 
 def _between(before: CacheUse, after: CacheUse) -> dict[str, float]:
     return {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
-
-
-class PeerDecode:
-    """A peer's decode, timed as ours is."""
-
-    def __init__(self, name: str, version: str, decode: Any):
-        self.label, self._version, self._decode = name, version, decode
-        self._following: Sequence[Sequence[int]] | None = None
-        self.tokens: list[list[int]] = []
-
-    def prefill(self, work: Workload) -> float | None:
-        started = time.perf_counter()
-        if isinstance(work.prefilled, RandomPrefill):
-            self._decode.prefill_randomly(len(work.prompts[0]))
-            return None
-        self._following = work.following
-        self._took(self._decode.prefill(work.prompts))
-        return time.perf_counter() - started
-
-    def _took(self, tokens: list[int]) -> None:
-        if self._following is not None:
-            tokens = [row[len(self.tokens)] for row in self._following]
-            self._decode.take(tokens)
-        self.tokens.append(tokens)
-
-    def measure(self, samples: Samples, steps: int) -> None:
-        started = time.perf_counter()
-        for _ in range(steps):
-            self._took(self._decode.step())
-        samples.steps.append(steps)
-        samples.seconds.append((time.perf_counter() - started) / steps)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.label,
-            "policy": None,
-            "selection": None,
-            "peer": self.label,
-            "tier": None,
-            "plan": None,
-            "physical_layers": None,
-            "kv_bytes": {"device": self._decode.kv_bytes, "dram": 0, "disk": 0},
-            "memory_fraction": None,
-            "record_bytes": None,
-            "group_bytes": None,
-            "summary_bytes": None,
-            "scan_s": None,
-            "compiles_during_decode": None,
-            "notes": [self._version],
-        }
-
-    def close(self) -> None:
-        del self._decode

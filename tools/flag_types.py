@@ -14,6 +14,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Positive numbers between commas, each once."""
     return list(dict.fromkeys(count(part) for part in text.split(",")))

@@ -13,19 +13,26 @@ from swapkv_jax.planner import weight_bytes
 def floors(row: dict[str, Any], model: Model, memory_bytes_per_s: float) -> dict[str, float]:
     """`floor_memory_s`: weights and the policy's share of KV, each byte once, at the memory's bandwidth.
     `floor_disk_s`: the bytes a step reads at the rate that another reader of the same files got. `floor_s`: the
-    larger, since one can hide the other.
+    larger, since one can hide the other. `over_floor`: how many times that a step took.
     """
-    memory = (weight_bytes(model.geometry, model.dtype) + _kv_bytes(row, model)) / memory_bytes_per_s
+    weights = row["weight_bytes"] or weight_bytes(model.geometry, model.dtype)
+    memory = (weights + _kv_bytes(row, model)) / memory_bytes_per_s
     rate = row["plain_reader_bytes_per_s"] or row["random_reader_bytes_per_s"]
     disk = row["bytes_read_per_step"] / rate if rate else 0.0
-    return {"floor_memory_s": memory, "floor_disk_s": disk, "floor_s": max(memory, disk)}
+    floor = max(memory, disk)
+    return {
+        "floor_memory_s": memory,
+        "floor_disk_s": disk,
+        "floor_s": floor,
+        "over_floor": row["tpot_s"] / floor,
+    }
 
 
 def _kv_bytes(row: dict[str, Any], model: Model) -> float:
     """Bytes of KV that a step must read: all of it, or the summary and the selected groups."""
     if row["policy"] == "group":
         return row["summary_bytes"] + row["groups_selected_per_step"] * row["group_bytes"]
-    per_token = model.geometry.kv_bytes_per_token(DTYPES[model.dtype].itemsize)
+    per_token = row["token_bytes"] or model.geometry.kv_bytes_per_token(DTYPES[model.dtype].itemsize)
     return row["batch"] * row["context"] * per_token
 
 
@@ -35,15 +42,16 @@ def growth(rows: Sequence[dict[str, Any]], memory_bytes_per_s: float) -> list[di
     """
     group = sorted(
         (row for row in rows if row["policy"] == "group"),
-        key=lambda r: (r["name"], r["tier"], r["batch"], r["context"]),
+        key=lambda r: (*_same(r), r["context"]),
     )
     grown = []
-    for (name, tier, batch), same in itertools.groupby(group, lambda r: (r["name"], r["tier"], r["batch"])):
+    for (name, tier, profile, batch), same in itertools.groupby(group, _same):
         for short, long in itertools.pairwise(same):
             grown.append(
                 {
                     "name": name,
                     "tier": tier,
+                    "storage_profile": profile,
                     "batch": batch,
                     "contexts": [short["context"], long["context"]],
                     "step_s": long["tpot_s"] - short["tpot_s"],
@@ -52,3 +60,8 @@ def growth(rows: Sequence[dict[str, Any]], memory_bytes_per_s: float) -> list[di
                 }
             )
     return grown
+
+
+def _same(row: dict[str, Any]) -> tuple[str, str, str, int]:
+    """What differs in its context alone has this in common."""
+    return row["name"], row["tier"], row["storage_profile"], row["batch"]

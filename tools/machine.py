@@ -27,9 +27,9 @@ def load() -> float:
 def facts(disk: Path | None) -> dict[str, Any]:
     """The machine, measured now. `disk` is the directory whose disk counts, None where none does."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": memory_bytes(),
         "memory_bytes_per_s": memory_bandwidth(),
         "disk_bytes_per_s": None if disk is None else sequential_rate(disk),
         "jax": jax.__version__,
@@ -39,7 +39,13 @@ def facts(disk: Path | None) -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def memory_bytes() -> int:
+    """Of the whole machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu() -> str:
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -19,7 +19,7 @@ Series = Mapping[str, Sequence[Point]]
 
 _MARKS = "ox+*#@&$=~"
 _SEVERAL = "%"  # where marks of several series fall on one another
-_LEAST_WIDTH, _LEAST_HEIGHT = 24, 4
+_LEAST_WIDTH, _LEAST_HEIGHT = 40, 4
 
 
 def need_matplotlib() -> None:
@@ -190,4 +190,4 @@ def _ticks(values: Sequence[float], most: int) -> list[float]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.4g}"

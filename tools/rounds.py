@@ -12,30 +12,44 @@ import numpy as np
 from contenders import Contender, OurEngine, Samples, Workload
 from tqdm import tqdm
 
-from swapkv_jax.prefilled import RandomPrefill
-
 PAUSE_S = 0.02  # before each turn: the last one's threads stop spinning, and reading ahead comes to rest
 WARM_UP = 2  # rounds that are not counted
 
 
-def new_tokens(steps: int, burst: int) -> int:
-    """Tokens per row that `steps` timed steps take: prefill makes one, and the warm-up its own."""
-    return 1 + WARM_UP * burst + steps
+# What a row says of a contender, if it does not apply to all: None then.
+DESCRIBED = (
+    "policy", "selection", "peer", "setting", "precision", "tier", "plan", "physical_layers", "memory_fraction",
+    "record_bytes", "group_bytes", "summary_bytes", "scan_s", "compiles_during_decode", "weight_bytes", "token_bytes",
+)  # fmt: skip
+
+
+def new_tokens(steps: int, burst: int, breakdown: int = 0) -> int:
+    """Tokens per row that `steps` timed and `breakdown` traced steps take: prefill makes one, the warm-up its own."""
+    return 1 + WARM_UP * burst + steps + breakdown
 
 
 def interleave(
-    contenders: Sequence[Contender], work: Workload, *, steps: int, burst: int
+    contenders: Sequence[Contender],
+    work: Workload,
+    *,
+    steps: int,
+    burst: int,
+    breakdown: int = 0,
+    what: str = "",
 ) -> list[dict[str, Any]]:
     """One row per contender, from rounds in which each takes one turn, in an order that rotates.
 
     Args:
       steps: timed steps of each. burst: steps of a turn, one right after the other; the last turn may be shorter.
+      breakdown: more steps of each, not timed, of which it is found out what they consist of.
+      what: this is, for the progress bar.
     """
     samples = [Samples() for _ in contenders]
     turns = [burst] * WARM_UP + [min(burst, steps - at) for at in range(0, steps, burst)]
     ttft = []
-    title = f"context {len(work.prompts[0])} batch {len(work.prompts)}"
-    with tqdm(total=len(contenders) * work.new_tokens, desc=title, unit="step", file=sys.stderr) as progress:
+    title = f"{what}context {len(work.prompts[0])} batch {len(work.prompts)}"
+    total = len(contenders) * new_tokens(steps, burst)
+    with tqdm(total=total, desc=title, unit="step", file=sys.stderr) as progress:
         for contender in contenders:
             progress.set_postfix_str(f"prefill {contender.label}")
             ttft.append(contender.prefill(work))
@@ -48,21 +62,22 @@ def interleave(
                 contenders[index].measure(samples[index] if turn >= WARM_UP else Samples(), size)
                 progress.update(size)
     loads = [before, machine.load()]
-    ours = [c for c in contenders if isinstance(c, OurEngine)]
     rows = []
     for contender, sample, seconds in zip(contenders, samples, ttft, strict=True):
-        row = {**contender.describe(), **_timings(sample, len(work.prompts)), **_reads(contender, sample)}
+        row: dict[str, Any] = dict.fromkeys(DESCRIBED)
+        row |= {**contender.describe(), **_timings(sample, len(work.prompts)), **_reads(contender, sample)}
         row |= {"ttft_s": seconds, "load": loads}
         row["ratio_to"] = {
             other.label: _median(np.divide(sample.seconds, theirs.seconds).tolist())
             for other, theirs in zip(contenders, samples, strict=True)
             if other is not contender
         }
-        # A peer draws its random KV itself, and tokens that are given say nothing.
-        random = isinstance(work.prefilled, RandomPrefill)
-        compared = work.following is None and (contender in ours or not random)
-        row["tokens_as_first"] = _agreeing(ours[0].tokens, contender.tokens) if compared else None
+        # Tokens that are given say nothing.
+        given = work.following is not None
+        row["tokens_as_first"] = None if given else _agreeing(contenders[0].tokens, contender.tokens)
         rows.append(row)
+    for contender, row in zip(contenders, rows, strict=True):
+        row["breakdown"] = contender.breakdown(breakdown) if breakdown else None
     return rows
 
 
