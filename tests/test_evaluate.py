@@ -1,12 +1,12 @@
-"""tools/evaluate.py on a tiny checkpoint: a plan that selects everything loses nothing, a smaller one something;
-needles lie where they are said to; flags that cannot work."""
+"""tools/evaluate.py on a tiny checkpoint: a plan that selects everything loses nothing, a smaller one something; what
+was interrupted goes on; flags that cannot work."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 from engines import compile_once
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import TINY, tiny_checkpoint
 
-from swapkv_jax import Plan, UsageError, load_model, make_plan
+from swapkv_jax import Plan, load_model, make_plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.calibration import calibrate, default_text
 from swapkv_jax.models import Model
@@ -126,16 +124,34 @@ def test_everything_selected_loses_nothing(run: Run, model: Model, tmp_path: Pat
 def test_plans_are_named_by_their_sizes_and_what_is_unusual(
     evaluate: ModuleType, model: Model, flags: list[str], name: str
 ) -> None:
-    args = evaluate._parser().parse_args(["--task", "text", "--texts", str(EMMA), *flags])
-    (named,) = evaluate._plans(args, model, "float32")
+    (named,) = _choices(evaluate, model, flags)
     assert named == name
+
+
+def _choices(evaluate: ModuleType, model: Model, flags: list[str]) -> Any:
+    args = evaluate.make_parser().parse_args(["--task", "text", "--texts", str(EMMA), *flags])
+    return evaluate._choices(args, model, "float32")
+
+
+def test_every_policy_at_every_memory(evaluate: ModuleType, model: Model) -> None:
+    flags = ["--policies", "layer,group,loki", "--set", "loki.rank=3"]
+    choices = _choices(evaluate, model, [*flags, "--kv-memory", "1/4,1/2"])
+    assert {name: (choice.plan.policy, choice.memory) for name, choice in choices.items()} == {
+        "layer": ("layer", None),
+        "group at 25 %": ("group", 0.25),
+        "group at 50 %": ("group", 0.5),
+        "loki at 25 %": ("group", 0.25),
+        "loki at 50 %": ("group", 0.5),
+    }
+    assert choices["loki at 50 %"].fixed == {"rank": 3}
+    assert list(_choices(evaluate, model, [*flags, "--kv-memory", "1/2"])) == ["layer", "group", "loki"]
 
 
 def test_several_plans_and_what_they_lose(run: Run, model: Model, tmp_path: Path) -> None:
     """Fewer groups lose more; an exact policy nothing at all; what was captured is used again."""
     plans = {
         "few": make_plan(model.geometry, cache="group", selection=_selection(4)),
-        "all": make_plan(model.geometry, cache="group", selection=_selection(18)),
+        "all": make_plan(model.geometry, cache="group", selection=_selection(18), kv_dtype="float32"),
         "exact": make_plan(model.geometry, cache="layer", tier="dram"),
     }
     files = []
@@ -154,7 +170,8 @@ def test_several_plans_and_what_they_lose(run: Run, model: Model, tmp_path: Path
     assert few["memory_fraction"] < everything["memory_fraction"]
     assert exact["reuse_rate"] is None
     assert 0 < few["reuse_rate"] < 1
-    assert [line.split(" | ")[0] for line in out.splitlines()[4:]] == ["| few", "| all", "| exact"]
+    assert [line.split(" | ")[0] for line in out.splitlines()[4:7]] == ["| few", "| all", "| exact"]
+    assert "KL to resident, nats against KV in memory" in out
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
     assert len(kept) == 3 * ROWS
     _, _, err, again = run("text", *flags)
@@ -209,81 +226,93 @@ def test_intervals() -> None:
     assert row_interval(values) == (low, high)
 
 
+# --- interrupted runs ---
+
+
+class Decoded:
+    """`names`: of what was decoded, in order. `stopped`: one that is interrupted after its first step."""
+
+    def __init__(self, original: Callable[..., Iterator[Any]]):
+        self.names: list[str] = []
+        self.stopped = ""
+        self._original = original
+
+    def __call__(self, bench: Any, name: str, *args: Any, **options: Any) -> Iterator[Any]:
+        self.names.append(name)
+        for number, step in enumerate(self._original(bench, name, *args, **options)):
+            if name == self.stopped and number:
+                raise KeyboardInterrupt
+            yield step
+
+
+@pytest.fixture
+def decoded(evaluate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Decoded:
+    task = importlib.import_module("text_task")
+    decoded = Decoded(task.decode)
+    monkeypatch.setattr(task, "decode", decoded)
+    return decoded
+
+
+def test_an_interrupted_run_goes_on(run: Run, model: Model, decoded: Decoded, tmp_path: Path) -> None:
+    """What was finished is not computed again, and every number is that of a run that was not interrupted."""
+    files = []
+    for name, replacement in (("lru", "lru"), ("fifo", "fifo")):
+        selection = msgspec.structs.replace(_selection(4), replacement=replacement)
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(make_plan(model.geometry, cache="group", selection=selection).to_json())
+    flags = ["--plan-json", ",".join(map(str, files)), "--resume", str(tmp_path / "unfinished")]
+    decoded.stopped = "fifo"
+    code, out, err, report = run("text", *flags)
+    assert (code, out, report) == (1, "", None)
+    assert f"interrupted; the same command goes on with what {tmp_path / 'unfinished'} keeps" in err
+    assert decoded.names == ["resident", "lru", "fifo"]
+    assert len(list((tmp_path / "unfinished" / "prefills").iterdir())) == 3 * ROWS
+    decoded.names.clear()
+    decoded.stopped = ""
+    code, _, err, resumed = run("text", *flags)
+    assert code == 0
+    assert decoded.names == ["resident", "fifo"]  # resident again: all its logits are too many to keep
+    assert "prefill (layers)" not in err
+    assert not (tmp_path / "unfinished" / "prefills").exists()
+    decoded.names.clear()
+    _, _, _, again = run("text", *flags)
+    assert decoded.names == []
+    _, _, _, whole = run("text", *flags[:2])
+    assert decoded.names == ["resident", "lru", "fifo"]
+    for other in (again, whole):
+        assert {**other, "date": ""} == {**resumed, "date": ""}
+    decoded.names.clear()
+    run("text", *flags, "--rows", str(ROWS - 1))
+    assert decoded.names == ["resident", "lru", "fifo"]  # another question, nothing stale
+
+
 # --- task needle ---
 
 
-@settings(max_examples=12, deadline=None)
-@given(length=st.integers(600, 1500), count=st.integers(1, 4), seed=st.integers(0, 2**40), chat=st.booleans())
-def test_needles(model: Model, length: int, count: int, seed: int, chat: bool) -> None:
-    """Within the budget and close to it, one needle each, where it is said to be, the same per seed."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(TOOLS))
-        make = importlib.import_module("needles").make_needles
-    texts = {"a": EMMA.read_text(), "b": EMMA.read_text()[5000:]}
-    options: dict[str, Any] = {"length": length, "count": count, "seed": seed, "chat": chat}
-    needles = make(model.tokenizer, texts, **options)
-    assert needles == make(model.tokenizer, texts, **options)
-    assert needles != make(model.tokenizer, texts, **{**options, "seed": seed + 1})
-    assert [needle.text for needle in needles] == ["a", "b", "a", "b"][:count]
-    assert [needle.depth for needle in needles] == (
-        [0.5] if count == 1 else np.linspace(0, 1, count).tolist()
-    )
-    for needle in needles:
-        assert (
-            length - 40 < len(needle.prompt) <= length
-        )  # a word more is up to 40 of this tokenizer's tokens
-        text = model.tokenizer.decode(needle.prompt)
-        sentence = f" One of the special magic numbers for {needle.key} is: {needle.number}."
-        assert text.count(str(needle.number)) == 1
-        assert text.endswith(f"The special magic number for {needle.key} mentioned in the provided text is")
-        before, after = text.replace("\n", " ").split(sentence)
-        words = [
-            len(before.split("afterwards.")[1].split()),
-            len(after.split("What is the special")[0].split()),
-        ]
-        assert needle.position == pytest.approx(words[0] / sum(words), abs=1e-9)
-        prose = [*before.split("afterwards.")[1].split(), *after.split("What is the special")[0].split()]
-        ends = [i for i, word in enumerate(prose, start=1) if word.rstrip("\"'”’)")[-1:] in (".", "!", "?")]
-        longest = max(
-            np.diff([0, *ends, sum(words)])
-        )  # "Mr." ends none for the tool: a sentence may span three
-        assert abs(needle.position - needle.depth) <= 3 * longest / sum(words)
-        if 0 < needle.depth < 1 and words[0]:
-            assert before.rstrip("\"'”’) ")[-1] in ".!?"
-
-
 @pytest.mark.slow
-def test_needles_found_and_lost(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A model that cannot read finds nothing; then what counts as found is changed to resident's own answers to
-    the first two needles of a length."""
-    flags = ["--lengths", "700", "--needles", "3", "--seed", "5"]
-    code, out, _, report = run("needle", *flags, *EVERYTHING, "--selected-groups", "179")
+def test_questions_of_every_kind(run: Run, tmp_path: Path) -> None:
+    """With every group selected a plan answers as resident does, to whatever it is asked."""
+    kinds = "single,multikey,multiquery,multivalue,variable-tracking,common-words,extraction"
+    flags = ["--kinds", kinds, "--lengths", "1500", "--needles", "2", "--seed", "5"]
+    code, out, _, report = run("needle", *flags, *EVERYTHING, "--selected-groups", "512")
     assert code == 0
-    assert (report["seed"], report["form"], len(report["lengths"])) == (5, "chat", 1)
-    for result in report["lengths"]:
-        (row,) = result["plans"]
-        assert (result["found_by_resident"], row["found"], row["lost"], row["gained"]) == (0, 0, 0, 0)
-        assert [needle["depth"] for needle in result["needles"]] == [0, 0.5, 1]
-        assert f"| {result['length']} | {row['name']} |" in out
-        for needle in result["needles"]:
-            assert needle["tokens"] <= result["length"]
-            assert needle["plans"][row["name"]] == needle["resident"]  # everything selected: the same answer
+    assert (report["seed"], report["form"]) == (5, "chat")
+    assert [cell["kind"] for cell in report["cells"]] == kinds.split(",")
+    for cell in report["cells"]:
+        (row,) = cell["plans"]
+        assert cell["resident"] == {
+            "score": 0,
+            "score_interval": [0, pytest.approx(0.6576, abs=1e-4)],
+            "can": False,
+        }
+        assert (row["score"], row["relative"], row["lost"], row["gained"]) == (0, None, 0, 0)
+        assert f"| {cell['kind']} | 1500 | {row['name']} |" in out
+        for question in cell["questions"]:
+            assert question["tokens"] <= 1500
+            assert question["plans"][row["name"]] == question["resident"]
+    assert "resident cannot do it" in out
+    assert report["summary"][0]["cells"] == 0
     assert list((tmp_path / "store").iterdir()) == []
-
-    said = {needle["resident"]["answer"] for result in report["lengths"] for needle in result["needles"][:2]}
-    needles = importlib.import_module("needles")
-    monkeypatch.setattr(needles.Needle, "found_in", lambda self, answer: answer in said)
-    _, out, _, few = run("needle", *flags, "--selected-groups", "4", "--rank", "4", "--recent", "1")
-    lost = 0
-    for result in few["lengths"]:
-        (row,) = result["plans"]
-        assert result["found_by_resident"] == 2
-        by_needle = [(n["resident"]["found"], n["plans"][row["name"]]["found"]) for n in result["needles"]]
-        assert row["lost"] == by_needle.count((True, False))
-        assert row["gained"] == by_needle.count((False, True))
-        assert row["found"] == 2 - row["lost"] + row["gained"]
-        lost += row["lost"]
-    assert lost > 0  # so few groups answer otherwise
 
 
 # --- flags ---
@@ -314,6 +343,9 @@ def test_needles_found_and_lost(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_p
         ("needle", ["--lengths", "100"], 2, "100 are too few; give --lengths more"),
         ("needle", ["--lengths", "2040"], 2, "use at most 2048"),
         ("needle", ["--seed", "-1"], 2, "'-1' is not a number from 0 on"),
+        ("needle", ["--kinds", "single,riddle"], 2, "unknown kind 'riddle'; known: single, multikey"),
+        ("needle", ["--lengths", "700", "--kv-memory", "1/99"], 2, "raise --kv-memory"),
+        ("text", ["--resume", "/proc/none"], 2, "choose another --resume"),
     ],
 )
 def test_bad_flags(run: Run, task: str, flags: list[str], code: int, message: str, tmp_path: Path) -> None:
@@ -326,11 +358,3 @@ def test_bad_flags(run: Run, task: str, flags: list[str], code: int, message: st
     assert (out, report) == ("", None)
     if (tmp_path / "store").exists():
         assert list((tmp_path / "store").iterdir()) == []
-
-
-def test_a_text_too_short_for_a_needle(model: Model, evaluate: ModuleType) -> None:
-    needles = importlib.import_module("needles")
-    with pytest.raises(UsageError, match="short has 5 words, which do not fill 1000 tokens"):
-        needles.make_needles(
-            model.tokenizer, {"short": "He was not at home."}, length=1000, count=2, seed=0, chat=True
-        )

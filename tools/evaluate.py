@@ -1,7 +1,9 @@
-"""What a plan loses against `resident`: on real texts, and at finding needles in them.
+"""What a plan loses against `resident`: on real texts, and at answering questions about them.
 
     python tools/evaluate.py --task text --texts novel.txt,essay.txt --rows 8 --context 7680 --json out.json
     python tools/evaluate.py --task needle --texts novel.txt --lengths 1024,8000 --selected-groups 72 --rank 24
+    python tools/evaluate.py --task needle --kinds single,multikey,extraction --texts novel.txt --lengths 4096 \
+        --policies group,quest,loki --kv-memory 1/34,1/13 --resume unfinished --plots plots
 
 `resident` and every plan start from the same prefill, which is computed once. Exit codes: 0 done, 2 usage,
 1 failure.
@@ -10,22 +12,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 from adapters import adapters_for
+from evaluation_flags import make_parser
+from evaluation_plots import plot_report, terminal_plots
 from evaluation_table import table
-from flag_types import count, counts, names, paths
-from policies import POLICIES, add_policy_flags, parse_settings, policy_plan, sized
-from selection_flags import add_selection_flags, given_choices, written
-from tasks import Bench, find_needles, follow_texts
+from needle_task import answer_questions
+from parts import Parts
+from plots import need_matplotlib
+from policies import Choices, given_by_policy, policy_plan, sized
+from selection_flags import given_choices, written
+from tasks import Bench
+from text_task import follow_texts
 from windows import cut_windows, read_texts
 
 from swapkv_jax import ModelError, Plan, PlanError, SwapKVError, UsageError, load_model, make_plan
@@ -41,7 +51,7 @@ from swapkv_jax.talk import Talk
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     say = Talk(args.quiet)
     with warnings.catch_warnings(), interruptible():
@@ -50,18 +60,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = run(args, say)
             if args.json is not None:
                 _write(args.json, report)
+            if args.plots is not None:
+                for path in plot_report(report, args.plots):
+                    say(f"wrote {path}")
         except SwapKVError as error:
             say.always(f"{parser.prog}: error: {error}")
             return error.exit_code
         except KeyboardInterrupt:
-            kept = f"; {args.capture_dir} keeps the prompts that were prefilled" if args.capture_dir else ""
-            say.always(f"{parser.prog}: interrupted; nothing was written{kept}")
+            say.always(f"{parser.prog}: interrupted; {_what_is_kept(args)}")
             return 1
         except OSError as error:
             say.always(f"{parser.prog}: error: {error}; check that file or device")
             return 1
     print(table(report))
+    if plots := terminal_plots(report):
+        print(f"\n```\n{plots}\n```")
     return 0
+
+
+def _what_is_kept(args: argparse.Namespace) -> str:
+    if args.resume is not None:
+        return f"the same command goes on with what {args.resume} keeps"
+    kept = "" if args.capture_dir is None else f"; {args.capture_dir} keeps the prompts that were prefilled"
+    return f"nothing was written{kept}"
 
 
 def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
@@ -70,49 +91,82 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     Raises:
         SwapKVError: flags that cannot work, a model or tier that fails.
     """
-    if args.json is not None and (not os.access(args.json.parent, os.W_OK) or args.json.is_dir()):
-        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    _check_outputs(args)
     texts = read_texts(args.texts, "--texts")
     store_dir = args.store_dir or default_store_dir()
-    try:
-        store_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {store_dir}: {error.strerror}; choose another --store-dir") from None
+    _make(store_dir, "--store-dir")
     platform = jax.default_backend()
     dtype: DType = args.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    with say.bars() as progress:
-        model = load_model(args.model, dtype, progress)
-    plans = _plans(args, model, dtype)
-    adapters = adapters_for(model, plans.values(), args.adapter, say)
-    with say.bars() as progress:
+    with contextlib.ExitStack() as stack:
+        parts = None if args.resume is None else stack.enter_context(Parts(args.resume))
+        with say.bars() as progress:
+            model = load_model(args.model, dtype, progress)
+        choices = _choices(args, model, dtype)
+        plans = {name: choice.plan for name, choice in choices.items()}
+        adapters = adapters_for(model, plans.values(), args.adapter, say)
+
+        def resize(name: str, plan: Plan) -> Plan:
+            choice = choices[name]
+            return (
+                plan
+                if choice.memory is None
+                else sized(plan, model.geometry, choice.memory, fixed=choice.fixed)
+            )
+
         bench = Bench(
             model=model,
             adapters=adapters,
             plans=plans,
-            resize=_resize(args, model),
+            resize=resize,
             reference=make_plan(model.geometry, cache="resident", dtype=dtype, platform=platform),
             batch=args.batch,
             store_dir=store_dir,
             capture_dir=args.capture_dir,
-            progress=progress,
+            progress=stack.enter_context(say.bars()),
+            parts=parts,
         )
-        if args.task == "text":
-            windows = cut_windows(model, texts, args.rows, args.context, args.tokens)
-            result = follow_texts(bench, windows)
-        else:
-            result = find_needles(
-                bench, texts, lengths=args.lengths, count=args.needles, seed=args.seed, chat=not args.raw
-            )
+        result = _result(args, bench, texts)
     return {
         "task": args.task,
         "model": model.name,
         "dtype": dtype,
         "texts": list(texts),
         "batch": args.batch,
+        "kv_memory": args.kv_memory,
         "jax": jax.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **result,
     }
+
+
+def _result(args: argparse.Namespace, bench: Bench, texts: Mapping[str, str]) -> dict[str, Any]:
+    if args.task == "text":
+        return follow_texts(bench, cut_windows(bench.model, texts, args.rows, args.context, args.tokens))
+    return answer_questions(
+        bench,
+        texts,
+        kinds=args.kinds,
+        lengths=args.lengths,
+        count=args.needles,
+        seed=args.seed,
+        chat=not args.raw,
+    )
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises UsageError if the report or its plots could not be written after all the work."""
+    if args.json is not None and (not os.access(args.json.parent, os.W_OK) or args.json.is_dir()):
+        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    if args.plots is not None:
+        need_matplotlib()
+        _make(args.plots, "--plots")
+
+
+def _make(directory: Path, flag: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {directory}: {error.strerror}; choose another {flag}") from None
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
@@ -122,26 +176,49 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         raise ModelError(f"cannot write {path}: {error.strerror}; choose another --json") from None
 
 
-def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Plan]:
-    """The plans to evaluate, by name. Batch and context are the task's."""
-    if args.plan_json is None:
-        plans = {}
-        for policy in args.policies:
-            plan = policy_plan(
-                model.geometry,
-                policy,
-                _given(args).get(policy, {}),
-                batch=args.batch,
-                dtype=dtype,
-                platform=jax.default_backend(),
-                capability=compute_capability(),
-            )
-            by_sizes = policy == "group" and args.kv_memory is None
-            plans[_name(plan) if by_sizes else policy] = plan
-        return plans
-    if given_choices(args) or args.set or args.kv_memory is not None:
+@dataclass(frozen=True)
+class _Choice:
+    """A plan to evaluate, whose batch and context are the task's; `memory` is the fraction of the whole KV's memory
+    that it is to take, None for what it takes, and `fixed` what was chosen for it and stays."""
+
+    plan: Plan
+    memory: float | None = None
+    fixed: Choices = field(default_factory=dict)
+
+
+def _choices(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, _Choice]:
+    """What to evaluate, by name."""
+    if args.plan_json is not None:
+        return {name: _Choice(plan) for name, plan in _given_plans(args, dtype).items()}
+    choices: dict[str, _Choice] = {}
+    memories = args.kv_memory or [None]
+    for policy, memory in itertools.product(args.policies, memories):
+        given = given_by_policy(args, memory).get(policy, {})
+        plan = policy_plan(
+            model.geometry,
+            policy,
+            given,
+            batch=args.batch,
+            dtype=dtype,
+            platform=jax.default_backend(),
+            capability=compute_capability(),
+        )
+        if plan.selection is None:
+            choices[policy] = _Choice(plan)
+        elif memory is None:
+            choices[_name(plan) if policy == "group" else policy] = _Choice(plan)
+        else:
+            size = f" at {100 * memory:.3g} %" if len(memories) > 1 else ""
+            choices[f"{policy}{size}"] = _Choice(plan, memory, given)
+    return choices
+
+
+def _given_plans(args: argparse.Namespace, dtype: DType) -> dict[str, Plan]:
+    """Those of `--plan-json`, by the files' names."""
+    if given_choices(args) or args.set or args.settings or args.kv_memory is not None:
         raise UsageError(
-            "--plan-json fixes what the selection flags, --set and --kv-memory would say; leave one of them out"
+            "--plan-json fixes what the selection flags, --set, --settings and --kv-memory would say; leave one of "
+            "them out"
         )
     plans = {}
     for path in args.plan_json:
@@ -152,29 +229,6 @@ def _plans(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, Pl
             raise UsageError(f"--plan-json names {path.stem} twice; give each plan a name of its own")
         plans[path.stem] = plan
     return plans
-
-
-def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Choices by policy: the selection flags are those of `group`."""
-    given = parse_settings(args.set)
-    given["group"] = given_choices(args) | given.get("group", {})
-    return given
-
-
-def _resize(args: argparse.Namespace, model: Model) -> Callable[[Plan], Plan] | None:
-    """What makes every selecting plan take `--kv-memory`, once a task has said its batch and context."""
-    if args.kv_memory is None:
-        return None
-    given = _given(args)
-
-    def resize(plan: Plan) -> Plan:
-        if plan.selection is None:
-            return plan
-        name = plan.selection.strategy_name
-        fixed = given.get("group" if name == "kvswap" else name, {})
-        return sized(plan, model.geometry, args.kv_memory, fixed=fixed)
-
-    return resize
 
 
 def _name(plan: Plan) -> str:
@@ -189,78 +243,6 @@ def _name(plan: Plan) -> str:
         if getattr(s, field) != getattr(SELECTION, field)
     ]
     return f"group G{plan.group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank}" + "".join(changed)
-
-
-# ---- flags ---------------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py",
-        description="What plans of policy `group`, and of the literature's, lose against `resident`, from the same "
-        "prefill.",
-        epilog="A captured prefill takes 46,080 bytes of disk per token for smollm2-135m in float32: 8 rows of 7,680 "
-        "tokens 2.8 GB, 20 needles of 8,000 tokens 7.4 GB (one length at a time, unless they are kept). "
-        "Task text also keeps resident's logits in memory: 197 kB per token of --rows × --tokens.",
-    )
-    add = parser.add_argument
-    add("--task", choices=["text", "needle"], required=True)
-    add("--texts", type=paths, required=True, metavar="FILE[,FILE]", help="real texts, not calibration's")
-    add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or smollm2-135m")
-    add(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, else bfloat16"
-    )
-    add("--batch", type=count, default=4, metavar="B", help="rows decoded together (default 4)")
-    add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
-    add("--store-dir", type=Path, metavar="DIR", help="for the disk tier and captured prefills")
-    add(
-        "--capture-dir",
-        type=Path,
-        metavar="DIR",
-        help="keep captured prefills here, and use those that are here",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the report, by row or needle, as JSON")
-    add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
-
-    text = parser.add_argument_group("task text")
-    text.add_argument(
-        "--rows", type=count, default=8, metavar="N", help="windows, over all texts (default 8)"
-    )
-    text.add_argument("--context", type=count, default=7680, metavar="N", help="tokens before (default 7680)")
-    text.add_argument("--tokens", type=count, default=128, metavar="N", help="compared per row (default 128)")
-
-    needle = parser.add_argument_group("task needle")
-    needle.add_argument(
-        "--lengths",
-        type=counts,
-        default=[1024, 2048, 4096, 8000],
-        metavar="N[,N]",
-        help="tokens of a prompt",
-    )
-    needle.add_argument("--needles", type=count, default=20, metavar="N", help="per length (default 20)")
-    needle.add_argument("--seed", type=_seed, default=0, help="of keys, numbers and places (default 0)")
-    needle.add_argument("--raw", action="store_true", help="ask in plain text, not in the chat template")
-
-    plan = parser.add_argument_group(
-        "the plan", "Flags for one plan, or files for several; batch and context are always the task's."
-    )
-    plan.add_argument("--plan-json", type=paths, metavar="FILE[,FILE]", help="plans to compare")
-    plan.add_argument(
-        "--policies",
-        type=names("policy", POLICIES[1:]),
-        default=["group"],
-        metavar="NAME[,NAME]",
-        help=f"without plans: those of {', '.join(POLICIES[1:])} (default group)",
-    )
-    add_selection_flags(plan)
-    add_policy_flags(plan)
-    return parser
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What `evaluate.py` asks of `resident` and of every plan: to follow real texts, and to find needles."""
+"""What every task of `evaluate.py` needs: plans made to fit it, prefill, decoding, and parts that are kept."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from adapters import Adapters, adapter_of
-from needles import ANSWER_TOKENS, Needle, make_needles
-from windows import Window
+from parts import Key, Parts
 
-from swapkv_jax import Engine, Plan
+from swapkv_jax import Engine, Plan, PlanError
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.capture import CapturedPrefill, capture
 from swapkv_jax.generation import Step
 from swapkv_jax.models import Model, Progress
-from swapkv_jax.quality import divergence, row_interval, surprise
+from swapkv_jax.strategies.adapters import plan_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,11 @@ class Bench:
 
     Attributes:
       plans: by name; `fit` gives them the task's batch and context.
-      resize: what to do with a plan once it has them.
+      resize: what to do with a plan, given by name too, once it has them.
       batch: rows decoded together.
-      capture_dir: where prefills are kept, None for a directory in `store_dir` that is removed.
+      capture_dir: where prefills are kept; None: with the unfinished `parts`, else in a directory of `store_dir` that
+        is removed.
+      parts: where finished parts are kept.
     """
 
     model: Model
@@ -42,21 +45,74 @@ class Bench:
     store_dir: Path
     capture_dir: Path | None
     progress: Progress
-    resize: Callable[[Plan], Plan] | None = None
+    resize: Callable[[str, Plan], Plan] | None = None
+    parts: Parts | None = None
 
     def fit(self, plan: Plan, max_context: int, rows: int) -> Plan:
         """The plan for this task: `batch` rows of `max_context` tokens. PlanError if that does not work."""
         plan = msgspec.structs.replace(plan, batch=min(self.batch, rows), max_context=max_context)
-        plan = plan if self.resize is None else self.resize(plan)
         plan.validate(self.model.geometry)
         return plan
 
+    def fit_all(self, max_context: int, rows: int) -> tuple[dict[str, Plan], dict[str, PlanError]]:
+        """The plans by name for this task, resized, and why those are not among them that cannot be.
+
+        Raises:
+          PlanError: one of them does not work, whatever its size.
+        """
+        fitting, unfit = {}, {}
+        for name, plan in self.plans.items():
+            fitted = self.fit(plan, max_context, rows)
+            if self.resize is not None:
+                try:
+                    fitted = self.resize(name, fitted)
+                except PlanError as error:
+                    unfit[name] = error
+                    continue
+                fitted.validate(self.model.geometry)
+            fitting[name] = fitted
+        return fitting, unfit
+
     @contextlib.contextmanager
-    def captured(self, prompts: Sequence[Sequence[int]]) -> Iterator[CapturedPrefill]:
-        """The prompts' prefill, removed at the end unless it is to be kept."""
+    def captured(
+        self, prompts: Sequence[Sequence[int]], like: Plan
+    ) -> Iterator[Callable[[], CapturedPrefill]]:
+        """What gives the prompts' prefill, computed as by `like` when it is first asked for, and removed at the end
+        unless it is to be kept."""
         with contextlib.ExitStack() as stack:
-            place = self.capture_dir or Path(stack.enter_context(self.scratch()))
-            yield capture(self.model, prompts, place, progress=self.progress)
+            if self.capture_dir is not None:
+                place = self.capture_dir
+            elif self.parts is not None:
+                place = stack.enter_context(self.parts.prefills())
+            else:
+                place = Path(stack.enter_context(self.scratch()))
+
+            @functools.cache
+            def prefill() -> CapturedPrefill:
+                return capture(self.model, prompts, place, like=like, progress=self.progress)
+
+            yield prefill
+
+    def key(self, plan: Plan, **inputs: Any) -> Key:
+        """What a part depends on: the model, a plan, and the task's own `inputs`."""
+        adapter = adapter_of(self.adapters, plan)
+        if adapter is None and plan.selection is not None:
+            adapter, _ = plan_adapter(self.model, plan)
+        return {
+            "model": self.model.fingerprint,
+            "plan": plan.hash,
+            "adapter": None
+            if adapter is None
+            else [adapter.text_digest, adapter.tokens, adapter.place_tokens],
+            **inputs,
+        }
+
+    def part(self, key: Key, compute: Callable[[], Any]) -> Any:
+        """A part of the evaluation, taken from those that are kept if it is there."""
+        return compute() if self.parts is None else self.parts.part(key, compute)
+
+    def is_kept(self, key: Key) -> bool:
+        return self.parts is not None and self.parts.find(key) is not None
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="evaluate-", dir=self.store_dir)
@@ -107,6 +163,7 @@ def describe(plan: Plan, model: Model) -> dict[str, Any]:
     held = kv_bytes(plan, model.geometry)
     return {
         "policy": plan.policy,
+        "strategy": None if plan.selection is None else plan.selection.strategy_name,
         "hash": plan.hash,
         "plan": msgspec.to_builtins(plan),
         "kv_bytes": held,
@@ -115,152 +172,9 @@ def describe(plan: Plan, model: Model) -> dict[str, Any]:
     }
 
 
-# ---- real texts ----------------------------------------------------------------------------------------
-
-
-def follow_texts(bench: Bench, windows: Sequence[Window]) -> dict[str, Any]:
-    """Every plan against `resident` on the windows' own continuations, token by token.
-
-    The first token after a prompt is not counted: its distribution is prefill's, which all have in common.
-    """
-    prompts, following = [w.prompt for w in windows], [w.following for w in windows]
-    tokens, limit = len(following[0]) - 1, len(prompts[0]) + len(following[0])
-    plans = {name: bench.fit(plan, limit, len(windows)) for name, plan in bench.plans.items()}
-    reference_plan = bench.fit(bench.reference, limit, len(windows))
-    logits = np.empty((len(windows), tokens, bench.model.geometry.vocab), np.float32)
-    shape = (len(windows), tokens)
-    with bench.captured(prompts) as captured:
-
-        def steps(name: str, plan: Plan, use: dict[str, Any]) -> Iterator[tuple[list[int], int, np.ndarray]]:
-            for rows, number, step in decode(
-                bench, name, plan, captured, prompts, tokens + 1, forced=following, use=use
-            ):
-                assert step.logits is not None
-                if number:
-                    yield rows, number - 1, step.logits[: len(rows)]
-
-        expected = np.empty(shape)
-        for rows, at, ours in steps("resident", reference_plan, {}):
-            logits[rows, at] = ours
-            expected[rows, at] = surprise(ours, [following[row][at + 1] for row in rows])
-        results = []
-        for name, plan in plans.items():
-            kl, top1, nll, use = np.empty(shape), np.empty(shape), np.empty(shape), {}
-            for rows, at, ours in steps(name, plan, use):
-                kl[rows, at] = divergence(logits[rows, at], ours)
-                top1[rows, at] = logits[rows, at].argmax(axis=-1) == ours.argmax(axis=-1)
-                nll[rows, at] = surprise(ours, [following[row][at + 1] for row in rows])
-            results.append(
-                {
-                    "name": name,
-                    **describe(plan, bench.model),
-                    "kl": float(kl.mean()),
-                    "kl_interval": row_interval(kl),
-                    "top1": float(top1.mean()),
-                    "top1_interval": row_interval(top1),
-                    "perplexity": float(np.exp(nll.mean())),
-                    **use,
-                    "by_row": [
-                        {"kl": float(k), "top1": float(t)}
-                        for k, t in zip(kl.mean(axis=1), top1.mean(axis=1), strict=True)
-                    ],
-                }
-            )
-    return {
-        "context": len(prompts[0]),
-        "tokens": tokens,
-        "rows": [{"text": w.text, "offset": w.offset} for w in windows],
-        "interval": "95 %, bootstrap over rows",
-        "resident_perplexity": float(np.exp(expected.mean())),
-        "plans": results,
-    }
-
-
-# ---- needles -------------------------------------------------------------------------------------------
-
-
-def find_needles(
-    bench: Bench, texts: Mapping[str, str], *, lengths: Sequence[int], count: int, seed: int, chat: bool
-) -> dict[str, Any]:
-    """Which needles `resident` and every plan find, greedily, at each length."""
-    tokenizer = bench.model.tokenizer
-    plans = {
-        length: {n: bench.fit(p, length + ANSWER_TOKENS, count) for n, p in bench.plans.items()}
-        for length in lengths
-    }
-    questions = {
-        length: make_needles(tokenizer, texts, length=length, count=count, seed=seed, chat=chat)
-        for length in lengths
-    }
-    results = []
-    for length in lengths:
-        needles = questions[length]
-        reference = bench.fit(bench.reference, length + ANSWER_TOKENS, count)
-        with bench.captured([needle.prompt for needle in needles]) as captured:
-            theirs = _answers(bench, f"{length}: resident", reference, captured, needles)
-            ours = {
-                name: _answers(bench, f"{length}: {name}", plan, captured, needles)
-                for name, plan in plans[length].items()
-            }
-        results.append(_needle_result(bench.model, length, needles, plans[length], theirs, ours))
-    return {
-        "seed": seed,
-        "needles": count,
-        "answer_tokens": ANSWER_TOKENS,
-        "form": "chat" if chat else "raw",
-        "lengths": results,
-    }
-
-
-def _answers(
-    bench: Bench, name: str, plan: Plan, captured: CapturedPrefill, needles: Sequence[Needle]
-) -> list[str]:
-    tokens: list[list[int]] = [[] for _ in needles]
-    prompts = [needle.prompt for needle in needles]
-    for rows, _, step in decode(bench, name, plan, captured, prompts, ANSWER_TOKENS):
-        for row, token in zip(rows, step.tokens, strict=False):
-            if token is not None:
-                tokens[row].append(token)
-    return [bench.model.tokenizer.decode(ids) for ids in tokens]
-
-
-def _needle_result(
-    model: Model,
-    length: int,
-    needles: Sequence[Needle],
-    plans: Mapping[str, Plan],
-    theirs: Sequence[str],
-    ours: Mapping[str, Sequence[str]],
-) -> dict[str, Any]:
-    known = [needle.found_in(answer) for needle, answer in zip(needles, theirs, strict=True)]
-    found = {
-        name: [needle.found_in(answer) for needle, answer in zip(needles, answers, strict=True)]
-        for name, answers in ours.items()
-    }
-    return {
-        "length": length,
-        "found_by_resident": sum(known),
-        "plans": [
-            {
-                "name": name,
-                **describe(plan, model),
-                "found": sum(found[name]),
-                "lost": sum(k and not f for k, f in zip(known, found[name], strict=True)),
-                "gained": sum(f and not k for k, f in zip(known, found[name], strict=True)),
-            }
-            for name, plan in plans.items()
-        ],
-        "needles": [
-            {
-                "text": needle.text,
-                "depth": needle.depth,
-                "position": needle.position,
-                "tokens": len(needle.prompt),
-                "key": needle.key,
-                "number": needle.number,
-                "resident": {"found": known[i], "answer": theirs[i]},
-                "plans": {name: {"found": found[name][i], "answer": ours[name][i]} for name in plans},
-            }
-            for i, needle in enumerate(needles)
-        ],
-    }
+def token_digest(rows: Sequence[Sequence[int]]) -> str:
+    """Of token ids, row by row."""
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(np.asarray([len(row), *row], "<i4").tobytes())
+    return digest.hexdigest()
