@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny import TINY, tiny_checkpoint
 
-from swapkv_jax import Plan, PlanError, TierError, UsageError, load_model, make_plan
+from swapkv_jax import Plan, PlanError, UsageError, load_model, make_plan
 from swapkv_jax.models import Model
 from swapkv_jax.selection import Selection
 
@@ -313,30 +313,26 @@ def test_parts_are_found_by_all_that_they_depend_on(
     tools: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tools("parts")
-    key = {"plan": "a", "prompts": [1, 2]}
-    with module.Parts(tmp_path / "kept") as parts:
+    key = {"task": "text", "plan": "a", "prompts": [1, 2]}
+    with module.Parts(tmp_path) as parts:
         assert parts.find(key) is None
-        assert parts.part(key, lambda: [0.1, 2]) == [0.1, 2]
-        assert parts.part(key, _never) == [0.1, 2]
+        assert parts.part(key, lambda: {"kl": 0.1}) == {"kl": 0.1}
+        with pytest.raises(UsageError, match=r"another evaluation goes on in .*; choose another --resume"):
+            module.Parts(tmp_path)
+    with module.Parts(tmp_path) as parts:
+        assert parts.part(key, _never) == {"kl": 0.1}
         assert parts.find({**key, "plan": "b"}) is None
-        monkeypatch.setattr(module, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(module, "code_digest", lambda: "other code")
+    with module.Parts(tmp_path) as parts:
         assert parts.find(key) is None
-        monkeypatch.undo()
-        with pytest.raises(
-            UsageError, match=r"another evaluation goes on in .*kept; choose another --resume"
-        ):
-            module.Parts(tmp_path / "kept")
-    with module.Parts(tmp_path / "kept") as parts:
-        assert parts.find(key) == [0.1, 2]
-        (path,) = (tmp_path / "kept").glob("*.json")
-        path.write_text(path.read_text()[:-3])
-        with pytest.raises(
-            TierError, match=r"\.json cannot be read .*; delete it to compute that part again"
-        ):
-            parts.part(key, _never)
+    monkeypatch.undo()
+    (path,) = (tmp_path / "text").iterdir()
+    path.write_bytes(path.read_bytes().replace(b"0.1", b"0.2"))  # damaged
+    with module.Parts(tmp_path) as parts:
+        assert parts.part(key, lambda: {"kl": 0.3}) == {"kl": 0.3}
 
 
-def _never() -> Sequence[float]:
+def _never() -> dict[str, float]:
     raise AssertionError("computed again")
 
 

@@ -115,8 +115,8 @@ class _Cell:
         """A plan's answers, and its reuse."""
         prompts = [question.prompt for question in self._questions]
         key = self._bench.key(
+            "needle",
             plan,
-            task="needle",
             reference=self._reference.hash,  # its prefill
             prompts=token_digest(prompts),
             tokens=self._tokens,

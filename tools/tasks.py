@@ -93,12 +93,13 @@ class Bench:
 
             yield prefill
 
-    def key(self, plan: Plan, **inputs: Any) -> Key:
-        """What a part depends on: the model, a plan, and the task's own `inputs`."""
+    def key(self, task: str, plan: Plan, **inputs: Any) -> Key:
+        """What a part of `task` depends on: the model, a plan, and the task's own `inputs`."""
         adapter = adapter_of(self.adapters, plan)
         if adapter is None and plan.selection is not None:
             adapter, _ = plan_adapter(self.model, plan)
         return {
+            "task": task,
             "model": self.model.fingerprint,
             "plan": plan.hash,
             "adapter": None
@@ -107,7 +108,7 @@ class Bench:
             **inputs,
         }
 
-    def part(self, key: Key, compute: Callable[[], Any]) -> Any:
+    def part(self, key: Key, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A part of the evaluation, taken from those that are kept if it is there."""
         return compute() if self.parts is None else self.parts.part(key, compute)
 

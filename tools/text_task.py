@@ -30,18 +30,17 @@ def follow_texts(bench: Bench, windows: Sequence[Window]) -> dict[str, Any]:
         raise next(iter(unfit.values()))
     reference = bench.fit(bench.reference, limit, len(windows))
     inputs = {
-        "task": "text",
         "reference": reference.hash,
         "prompts": token_digest(prompts),
         "following": token_digest(following),
     }
-    keys = {name: bench.key(plan, **inputs) for name, plan in plans.items()}
-    reference_key = bench.key(reference, **inputs)
+    keys = {name: bench.key("text", plan, **inputs) for name, plan in plans.items()}
+    reference_key = bench.key("text", reference, **inputs)
     with bench.captured(prompts, like=reference) as prefill:
         followed = _Followed(bench, prefill, prompts, following)
         if not all(map(bench.is_kept, [reference_key, *keys.values()])):
             followed.take_reference(reference)
-        expected = np.array(bench.part(reference_key, followed.surprises))
+        expected = np.array(bench.part(reference_key, followed.surprises)["nll"])
         results = []
         for name, plan in plans.items():
             part = bench.part(keys[name], functools.partial(followed.compare, name, plan))
@@ -103,12 +102,14 @@ class _Followed:
         for rows, at, logits in self._steps("resident", plan, {}):
             self._logits[rows, at] = logits
 
-    def surprises(self) -> list[list[float]]:
+    def surprises(self) -> dict[str, Any]:
         """-log p by `resident` of each row's tokens."""
-        return [
-            surprise(logits, following[1:]).tolist()
-            for logits, following in zip(self._logits, self._following, strict=True)
-        ]
+        return {
+            "nll": [
+                surprise(logits, following[1:]).tolist()
+                for logits, following in zip(self._logits, self._following, strict=True)
+            ]
+        }
 
     def compare(self, name: str, plan: Plan) -> dict[str, Any]:
         """KL, agreement and -log p [rows, tokens] of a plan, and its reuse."""
