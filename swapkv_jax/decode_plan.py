@@ -54,6 +54,7 @@ def decode_plan(
         batch=len(lengths),
         max_context=options.max_context or needed,
         dtype=dtype,
+        kv_dtype=options.kv_dtype,
         physical_layers=options.physical_layers,
         platform=here.platform,
         capability=compute_capability(),

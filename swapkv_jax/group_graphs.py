@@ -49,11 +49,12 @@ def compile_group_graphs(
     plan: Plan, block: BlockFunctions, geometry: Geometry, make: GraphMaker = Graph
 ) -> GroupGraphs:
     """The policy's graphs, lowered and compiled for the default device, or as `make` makes them."""
-    dtype, b = jnp.dtype(plan.dtype), plan.batch
+    dtype, kv_dtype, b = jnp.dtype(plan.dtype), jnp.dtype(plan.cache_dtype), plan.batch
     choice = selection_of(plan)
     slots, values = choice.reuse_slots + 1, plan.stride_bytes // plan.itemsize
     pool, rolling = (
-        tuple(Shape(shape, dtype) for shape in shapes) for shapes in (plan.pool_shapes, plan.rolling_shapes)
+        tuple(Shape(shape, kv_dtype) for shape in shapes)
+        for shapes in (plan.pool_shapes, plan.rolling_shapes)
     )
     keyed = stores_keys(choice)
     parts = summary_parts(plan)
@@ -74,7 +75,7 @@ def compile_group_graphs(
         load[n] = make(
             "load",
             load_groups(plan, block),
-            [pool, Shape((n, values), dtype), places, places, *([] if keyed else [places, summary])],
+            [pool, Shape((n, values), kv_dtype), places, places, *([] if keyed else [places, summary])],
             (0,),
         )
     return GroupGraphs(
@@ -148,7 +149,7 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
         rolling = layout.append(rolling, k_new, v_new, newest)
         x = block.finish(params, x, layout.attend(q, pool, used, rolling, newest))
         # The write comes before the read, so that XLA can do it in place.
-        keys = None if plan.place_tokens == 1 else layout.keys(rolling)
+        keys = None if plan.place_tokens == 1 else layout.keys(rolling).astype(k_new.dtype)
         summary = strategy.advance(summary, adapter, k_new, keys, lengths)
         if not selects:
             return x, rolling, summary

@@ -49,6 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       batch: rows decoded together.
       max_context: tokens a row may reach, prompt and answer together.
       dtype: of weights, activations and KV.
+      kv_dtype: of KV in slots, rolling buffer and records, where that is another (policy `group`). `cache_dtype`
+        reads it.
       group_tokens: G, tokens per record of the disk store.
       physical_layers: device slots of one layer's KV each (policy `layer`).
       tier: where the other layers are (policy `layer`). Under `group` everything is on disk; `dram` then puts
@@ -89,13 +91,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     selection: Selection | None = None
     attention: Attention = "xla"
     dram_rows: int | None = None
+    kv_dtype: DType | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype == self.dtype:  # one form for one choice: plans of one meaning have one hash
+            msgspec.structs.force_setattr(self, "kv_dtype", msgspec.UNSET)
 
     # ---- derived sizes -------------------------------------------------------------------------------
 
     @property
+    def cache_dtype(self) -> DType:
+        """The dtype of decode's KV. (Prefill's, which attends a layer at a time, is `dtype`.)"""
+        return self.dtype if self.kv_dtype is msgspec.UNSET else self.kv_dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one value of the KV cache."""
-        return ITEMSIZE[self.dtype]
+        return ITEMSIZE[self.cache_dtype]
 
     @property
     def capacity(self) -> int:
@@ -164,8 +176,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes of the whole KV cache at `max_context`, all layers and rows, without any rounding."""
-        return 2 * self.layers * self.batch * self.max_context * self.kv_heads * self.head_dim * self.itemsize
+        """Bytes of the whole KV cache at `max_context`, all layers and rows, in `dtype` and without any rounding:
+        what `resident` would hold."""
+        values = 2 * self.layers * self.batch * self.max_context * self.kv_heads * self.head_dim
+        return values * ITEMSIZE[self.dtype]
 
     @property
     def slot_rows(self) -> int:

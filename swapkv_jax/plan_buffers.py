@@ -89,7 +89,7 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
 
 
 def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
-    s, b, dt = plan.selection, plan.batch, plan.dtype
+    s, b, dt = plan.selection, plan.batch, plan.cache_dtype
     assert s is not None
     parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
     summary = summary_parts(plan)
@@ -124,14 +124,14 @@ def _staging(plan: Plan, records: int) -> Iterator[Buffer]:
     """Memory that records are read into, and as much on a device that cannot reach it: there they arrive."""
     shape = (records, plan.stride_bytes // plan.itemsize)
     for i in range(plan.staging_slots or 0):
-        yield Buffer(name=f"staging.{i}", shape=shape, dtype=plan.dtype, tier="dram")
+        yield Buffer(name=f"staging.{i}", shape=shape, dtype=plan.cache_dtype, tier="dram")
         if plan.transport == "copy":
-            yield Buffer(name=f"arriving.{i}", shape=shape, dtype=plan.dtype, tier="device")
+            yield Buffer(name=f"arriving.{i}", shape=shape, dtype=plan.cache_dtype, tier="device")
 
 
 def _record_buffers(plan: Plan) -> Iterator[Buffer]:
     rolling = (plan.layers, plan.batch, plan.rolling_bytes // plan.itemsize)
-    yield Buffer(name="rolling", shape=rolling, dtype=plan.dtype, tier="dram")
+    yield Buffer(name="rolling", shape=rolling, dtype=plan.cache_dtype, tier="dram")
     file_bytes = planned_file_bytes(plan.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
     for row in range(plan.batch):
         yield Buffer(name=f"sequence.{row}", shape=(file_bytes,), dtype="uint8", tier="disk")

@@ -68,6 +68,11 @@ def check_plan(plan: Plan, geometry: Geometry) -> None:
         raise PlanError(
             f"attention {plan.attention} belongs to policy group, not {plan.policy}; leave it out"
         )
+    if plan.cache_dtype != plan.dtype and plan.policy != "group":
+        raise PlanError(
+            f"kv_dtype {plan.cache_dtype} beside dtype {plan.dtype} belongs to policy group, not {plan.policy}, "
+            "whose KV is exact; leave it out"
+        )
     if plan.policy == "resident":
         _validate_resident(plan)
     elif plan.policy == "layer":
@@ -98,7 +103,7 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
         heads=geometry.heads,
         head_dim=plan.head_dim,
         group_tokens=plan.group_tokens,
-        dtype=plan.dtype,
+        dtype=plan.cache_dtype,
     )
     if unserved is not None:
         raise PlanError(unserved)

@@ -66,7 +66,10 @@ class SlotLayout(abc.ABC):
         """The rolling buffer with each row's new token at its index `newest`."""
         here = (jnp.arange(self._tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
         new = self._joined(k, v)
-        return tuple(jnp.where(here, n[:, :, None], old) for n, old in zip(new, rolling, strict=True))
+        return tuple(
+            jnp.where(here, part[:, :, None].astype(old.dtype), old)
+            for part, old in zip(new, rolling, strict=True)
+        )
 
     @abc.abstractmethod
     def attend(
@@ -116,7 +119,9 @@ class ApartSlots(SlotLayout):
     ) -> Float[Array, "B Hkv R D"]:
         """The two parts join by merging softmax sums (online softmax), so nothing is concatenated or copied. Slots
         not in use take no part: any K there, even NaN, and any finite V."""
-        (pool_k, pool_v), (rolling_k, rolling_v) = pool, rolling
+        # A CPU multiplies float32 fastest: widened first, 16-bit slots cost a third more time than half of them in
+        # float32 do; multiplied as they are, seven times as much.
+        pool_k, pool_v, rolling_k, rolling_v = (part.astype(q.dtype) for part in (*pool, *rolling))
         tokens = self._tokens
         scale = q.shape[-1] ** -0.5
         far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
@@ -184,10 +189,18 @@ class PackedSlots(SlotLayout):
         from swapkv_jax.kernels.gather_attention import gather_attention  # pyright: ignore[reportMissingImports]
 
         slots, valid = self._slots(used)
+        (kv,) = pool
         out, _ = gather_attention(
-            q, *pool, slots, valid, *rolling, newest, backend=self._backend, interpret=self._interpret
+            q.astype(kv.dtype),
+            kv,
+            slots,
+            valid,
+            *rolling,
+            newest,
+            backend=self._backend,
+            interpret=self._interpret,
         )
-        return out
+        return out.astype(q.dtype)
 
     def _slots(self, used: Bool[Array, "B C1"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
         """The kernel's form of the slots in use: as many entries as there can be, and which of them count."""

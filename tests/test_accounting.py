@@ -233,7 +233,15 @@ def test_kv_bytes_are_those_of_keys_values_and_summaries() -> None:
     groups = Selection(selected_groups=70, reuse_slots=140, rank=64, load_buckets=(8, 32))
     of_tokens = msgspec.structs.replace(groups, summary="token")
     for choice, summary_bytes in ((groups, 1920 * 64 * 2), (of_tokens, 7680 * 64 * 2)):
-        group = make_plan(g, cache="group", batch=batch, max_context=tokens, group_tokens=4, selection=choice)
+        group = make_plan(
+            g,
+            cache="group",
+            batch=batch,
+            max_context=tokens,
+            group_tokens=4,
+            selection=choice,
+            kv_dtype="float32",
+        )
         held = kv_bytes(group, g)
         slots, rolling = 2 * 141 * 4 * size * 4, 2 * 4 * size * 4
         assert held["device"] == 30 * batch * (slots + rolling + summary_bytes)

@@ -59,7 +59,8 @@ def selection(**fields: Any) -> Selection:
 
 
 def group_plan(model: Model, choice: Selection, *, batch: int = len(LENGTHS), **fields: Any) -> Plan:
-    known = {"group_tokens": GROUP, "record_alignment": 512, "prefill_chunks": (8, 20)}
+    """KV is as exact as `resident`'s, unless `fields` say otherwise."""
+    known = {"group_tokens": GROUP, "record_alignment": 512, "prefill_chunks": (8, 20), "kv_dtype": "float32"}
     return make_plan(
         model.geometry,
         cache="group",
@@ -333,6 +334,30 @@ def test_memory_is_what_the_plan_says(
         assert 0 < use.disk_used <= memory.disk
     buffers = {b.name: b.bytes for b in plan.buffers(deep.geometry)}
     assert use.summary_bytes == sum(size for name, size in buffers.items() if name.startswith("summary"))
+
+
+@pytest.mark.parametrize("transport", ["alias", "copy"])
+def test_kv_in_bfloat16(
+    deep: Model, adapter: Adapter, reference: Decoded, tmp_path: Path, transport: str
+) -> None:
+    """Close to exact, and not exact; the plan's bytes are those on the device, and all records are half as long."""
+    plan = group_plan(deep, everything(GROUP), kv_dtype="bfloat16", transport=transport)
+    with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
+        cache = engine._cache
+        assert isinstance(cache, GroupCache)
+        decoded = decode(engine, prompts_of(*LENGTHS), NEW, forced=forced_by(reference))
+        device = device_bytes(engine)
+        assert {part.dtype for pool in cache._pools for part in pool} == {np.dtype(ml_dtypes.bfloat16)}
+    assert device.planned == device.compiled == plan.memory(deep.geometry).device
+    scale = np.abs(reference.logits).max()
+    difference = np.abs(decoded.logits - reference.logits).max() / scale
+    assert 1e-5 < difference < 2e-2
+    assert decoded.compiles == 0
+
+
+def forced_by(reference: Decoded) -> list[list[int]]:
+    """What every row decoded, to be decoded again."""
+    return [reference.row(row) for row in range(len(LENGTHS))]
 
 
 def test_a_slow_disk_only_slows(

@@ -205,6 +205,7 @@ def tier_plan(**fields: int) -> Plan:
         "group_tokens": GROUP,
         "record_alignment": 512,
         "dram_rows": 3,
+        "kv_dtype": "float32",
     }
     return make_plan(geometry(layers=2), cache="group", tier="dram", **{**known, **fields})
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -93,6 +94,7 @@ def tight_plan(model: Model, **fields: Any) -> Plan:
         record_alignment=SECTOR,
         prefill_chunks=(8, 20),
         selection=Selection(**{**known, **selection}),
+        kv_dtype="float32",
         **fields,
     )
 
@@ -260,7 +262,10 @@ def test_a_completed_group_that_cannot_be_written(
 def test_closing_over_a_failed_write_lets_go_of_everything(
     deep: Model, adapter: Adapter, disk: Disk, tmp_path: Path
 ) -> None:
+    begun = threading.Event()
+
     def fails_later(transfer: Transfer, descriptor: int, buffer: np.ndarray, offset: int) -> int:
+        begun.set()
         time.sleep(0.5)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -269,6 +274,7 @@ def test_closing_over_a_failed_write_lets_go_of_everything(
     next(generation)
     disk.writing = fails_later
     next(generation)  # row 0 completes a group
+    assert begun.wait(60)
     with pytest.raises(TierError, match="cannot write"):
         engine.close()
     assert list(tmp_path.glob("*.kv")) == []

@@ -41,6 +41,7 @@ def test_groups_into_slots(attention: Attention, monkeypatch: pytest.MonkeyPatch
         group_tokens=TOKENS,
         selection=selection,
         attention=attention,
+        kv_dtype="float32",
     )
     rng = np.random.default_rng(0)
     pool = tuple(rng.standard_normal(shape, np.float32) for shape in plan.pool_shapes)

@@ -43,6 +43,9 @@ def selecting(**fields: Any) -> dict[str, Any]:
 GROUP_DRAM = msgspec.structs.replace(GROUP, tier="dram", dram_rows=2)
 
 
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
     """Any valid plan and a geometry it is for."""
@@ -128,6 +131,7 @@ def group_plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
         record_alignment=draw(st.sampled_from([512, 4096])),
         selection=choice,
         dram_rows=rows,
+        kv_dtype=draw(st.sampled_from([msgspec.UNSET, *ITEMSIZES])),
     )
     return plan, g
 
@@ -235,6 +239,15 @@ BAD: list[tuple[Plan, dict[str, Any], str, str]] = [
     (DISK, {"staging_groups": None}, "staging_groups of at least 1", "at least 1"),
     (DISK, {"staging_groups": 0}, "staging_groups of at least 1", "at least 1"),
     (DISK, {"staging_slots": 1}, "staging_slots of at least 2", "at least 2"),
+    *[
+        (
+            plan,
+            {"kv_dtype": "bfloat16"},
+            f"kv_dtype bfloat16 beside dtype float32 belongs to policy group, not {name}",
+            "leave it out",
+        )
+        for plan, name in ((RESIDENT, "resident"), (DRAM, "layer"), (DISK, "layer"))
+    ],
     (RESIDENT, {"dram_rows": 1}, "dram_rows belongs to policy group, not resident", "leave it out"),
     (DRAM, {"dram_rows": 1}, "dram_rows belongs to policy group, not layer", "leave it out"),
     (GROUP, {"dram_rows": 1}, "dram_rows means nothing with tier disk", "use tier dram"),
@@ -360,7 +373,7 @@ def test_buffers_of_group_add_up(case: tuple[Plan, Geometry]) -> None:
     assert 0 <= plan.capacity - plan.max_context < plan.group_tokens
     buffers, memory = plan.buffers(g), plan.memory(g)
     assert len({buffer.name for buffer in buffers}) == len(buffers)
-    size, width = g.kv_heads * g.head_dim, {"float32": 4, "bfloat16": 2, "float16": 2}[s.summary_dtype]
+    size, width, own = g.kv_heads * g.head_dim, ITEMSIZES[s.summary_dtype], ITEMSIZES[plan.dtype]
     row = (
         2 * (s.reuse_slots + 2) * plan.group_tokens * size * plan.itemsize
     )  # a spare slot, the newest tokens
@@ -369,18 +382,35 @@ def test_buffers_of_group_add_up(case: tuple[Plan, Geometry]) -> None:
     weights = (
         size * s.rank * 4 + g.hidden * g.heads * g.head_dim * width
     )  # of the selection: adapter, queries
-    state = plan.batch * (g.hidden * plan.itemsize + 4 * 4 + g.vocab * 4 + 4 * s.selected_groups)
+    state = plan.batch * (g.hidden * own + 4 * 4 + g.vocab * 4 + 4 * s.selected_groups)
     staged = (plan.staging_slots or 0) * s.load_buckets[-1] * plan.stride_bytes
     arriving = staged if plan.transport == "copy" else 0
     assert memory.device == g.layers * (plan.batch * row + weights) + state + arriving
     assert memory.aliased == 0
-    assert memory.prefill == 2 * 2 * plan.capacity * size * plan.itemsize  # two layers of one row
+    assert memory.prefill == 2 * 2 * plan.capacity * size * own  # two layers of one row
     records = (plan.staging_slots or 0) * s.load_buckets[-1] + g.layers * plan.batch
     pool = (plan.dram_rows or 0) * plan.dram_row_bytes
     assert memory.dram == records * plan.stride_bytes + pool
     assert pool >= (plan.dram_rows or 0) * g.layers * plan.groups * plan.payload_bytes
     file = planned_file_bytes(g.layers, plan.groups, plan.payload_bytes, plan.record_alignment)
     assert memory.disk == plan.batch * file
+
+
+def test_kv_in_another_dtype() -> None:
+    """Slots, rolling buffers, staging and records take its bytes; naming the model's own is naming none."""
+    halved = msgspec.structs.replace(GROUP, kv_dtype="bfloat16")
+    assert (halved.cache_dtype, halved.dtype) == ("bfloat16", "float32")
+    sizes, halves = ({b.name: b.bytes for b in plan.buffers(GEOMETRY)} for plan in (GROUP, halved))
+    assert {name for name in sizes if sizes[name] == 2 * halves[name]} >= {
+        "pool.k.0",
+        "pool.v.6",
+        "rolling.k.3",
+    }
+    own = ("x", "logits", "summary.0", "adapter.0", "queries.0", "prefill.k.0")
+    assert all(sizes[name] == halves[name] for name in own)
+    assert 2 * halved.payload_bytes == GROUP.payload_bytes
+    assert halved.full_kv_bytes == GROUP.full_kv_bytes
+    assert msgspec.structs.replace(GROUP, kv_dtype="float32") == GROUP
 
 
 def test_rows_in_dram_are_the_only_difference() -> None:

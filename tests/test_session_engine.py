@@ -54,6 +54,7 @@ def group_plan(model: Model, batch: int = 1) -> Plan:
         prefill_chunks=plan.prefill_chunks,
         record_alignment=512,
         selection=SELECTION,
+        kv_dtype="float32",
     )
 
 

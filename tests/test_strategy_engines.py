@@ -61,6 +61,7 @@ def plan_of(model: Model, name: str, selected: int | None = None, **fields: Any)
         group_tokens=tokens,
         record_alignment=512,
         prefill_chunks=(8, 20),
+        kv_dtype="float32",
         selection=Selection(strategy=name, **{**known, **sizes, **fields}),  # type: ignore[arg-type]
     )
 

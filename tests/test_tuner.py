@@ -325,6 +325,7 @@ def test_the_replay_loses_and_reads_what_an_engine_does(
         max_context=52 + NEW,
         group_tokens=GROUP,
         selection=selection,
+        kv_dtype="float32",
     )
     resident = make_plan(deep.geometry, cache="resident", batch=2, max_context=52 + NEW)
     logits, read = {}, []
@@ -367,6 +368,7 @@ def test_the_replay_loses_nothing_where_everything_is_attended(
         max_context=45,
         group_tokens=GROUP,
         selection=Selection(selected_groups=12, reuse_slots=12, rank=4),
+        kv_dtype="float32",
     )
     replayed = Replay(deep, captured, prompts, following).run(plan, adapter)
     assert replayed.kl == pytest.approx(0, abs=1e-9)

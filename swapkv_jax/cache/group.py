@@ -76,7 +76,7 @@ class GroupCache(OffloadCache):
         self._graphs, self._choice = program.group, choice
         self._tier = RecordTier(plan, store)
         self._pending = PendingWrites(self._tier, self._io)
-        b, dtype, transport = plan.batch, plan.dtype, plan.transport or "copy"
+        b, dtype, transport = plan.batch, plan.cache_dtype, plan.transport or "copy"
         each = range(plan.layers)
         wanted = jnp.dtype(choice.summary_dtype)
         columns = query_columns(plan.attention, program.geometry.heads * program.geometry.head_dim)
@@ -105,12 +105,12 @@ class GroupCache(OffloadCache):
     def _new_lane(self) -> Lane:
         plan, sizes = self._plan, self._choice.load_buckets
         staging = StagingBuffer(
-            sizes, plan.stride_bytes // plan.itemsize, plan.dtype, plan.transport or "copy"
+            sizes, plan.stride_bytes // plan.itemsize, plan.cache_dtype, plan.transport or "copy"
         )
         return Lane(staging, RecordReader(self._tier, self._pending, sizes[-1], self._io))
 
     def _empty_rolling(self) -> Parts:
-        return tuple(zeros(shape, self._plan.dtype) for shape in self._plan.rolling_shapes)
+        return tuple(zeros(shape, self._plan.cache_dtype) for shape in self._plan.rolling_shapes)
 
     # ---- prefill -------------------------------------------------------------------------------------
 

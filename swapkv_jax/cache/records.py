@@ -46,8 +46,8 @@ class RecordTier:
         p, n = self._plan, len(records)
         head = p.head_dim * p.group_tokens * p.itemsize
         keys, values = key_heads * head, p.kv_heads * head
-        k = records[:, :keys].view(p.dtype).reshape(n, key_heads, p.head_dim, p.group_tokens)
-        v = records[:, keys : keys + values].view(p.dtype)
+        k = records[:, :keys].view(p.cache_dtype).reshape(n, key_heads, p.head_dim, p.group_tokens)
+        v = records[:, keys : keys + values].view(p.cache_dtype)
         return k, v.reshape(n, p.kv_heads, p.group_tokens, p.head_dim)
 
     def new_record(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from swapkv_jax.attention_choice import Attention, default_attention
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.plan_buffers import ITEMSIZE
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, weight_bytes
 from swapkv_jax.selection import Lookahead, Selection
 
@@ -37,6 +38,7 @@ class Request:
     batch: int = 1
     max_context: int | None = None
     dtype: DType = "float32"
+    kv_dtype: DType | None = None
     physical_layers: int | None = None
     group_tokens: int | None = None
     group_size: int = 4
@@ -79,6 +81,11 @@ def candidates(request: Request) -> Iterator[Callable[[], Plan]]:
       PlanError: (from the functions too) choices that contradict each other.
     """
     cache, tier = request.cache, request.tier
+    if cache in ("resident", "layer") and request.kv_dtype not in (None, request.dtype):
+        raise PlanError(
+            f"--cache {cache} is exact and keeps KV in {request.dtype}: leave --kv-dtype {request.kv_dtype} out, or "
+            "use --cache group"
+        )
     own_to_layer = tier != "auto" or request.physical_layers is not None
     if cache == "resident" and own_to_layer:
         raise PlanError("--cache resident keeps all KV on the device: leave --tier and --physical-layers out")
@@ -135,6 +142,7 @@ def _group(request: Request) -> Plan:
         transport=request.transport,
         selection=selection,
         attention=_attention(request),
+        kv_dtype=_kv_dtype(request),
         staging_slots=_STAGING_SLOTS[selection.lookahead],
         dram_rows=rows,
     )
@@ -151,21 +159,29 @@ def _attention(request: Request) -> Attention:
             heads=g.heads,
             head_dim=g.head_dim,
             group_tokens=request.group_size if request.group_tokens is None else request.group_tokens,
-            dtype=request.dtype,
+            dtype=_kv_dtype(request),
             capability=request.capability,
         )[0]
     )
 
 
+def _kv_dtype(request: Request) -> DType:
+    """Of policy `group`'s KV. In half the bytes there is room for twice the slots: of the same memory half as much is
+    lost (measured)."""
+    return request.kv_dtype or ("bfloat16" if request.dtype == "float32" else request.dtype)
+
+
 def _default_selection(request: Request) -> Selection:
-    """`SELECTION`, no larger than the context, the keys and the batch make use of."""
+    """`SELECTION`, no larger than the context, the keys and the batch make use of. Its slots are of the model's
+    dtype: where KV takes fewer bytes there are more."""
     g = request.geometry
     unit = max(1, request.group_size if request.group_tokens is None else request.group_tokens)
     context = g.context_limit if request.max_context is None else request.max_context
     groups = max(1, -(-context // unit))
     pinned = SELECTION.sink_groups + SELECTION.recent_groups
     selected = max(pinned, min(SELECTION.selected_groups, groups))
-    slots = max(pinned, min(SELECTION.reuse_slots, groups))
+    room = SELECTION.reuse_slots * ITEMSIZE[request.dtype] // ITEMSIZE[_kv_dtype(request)]
+    slots = max(selected, min(room, groups))
     if request.platform == "tpu" and _attention(request) == "xla":
         # Slots, and one more for padding, fill whole tiles: they would be padded to that.
         tile = math.lcm(_TPU_LANES, unit) // unit

@@ -55,6 +55,7 @@ def make_plan(
     batch: int = 1,
     max_context: int | None = None,
     dtype: DType = "float32",
+    kv_dtype: DType | None = None,
     physical_layers: int | None = None,
     group_tokens: int | None = None,
     platform: str = "cpu",
@@ -76,6 +77,7 @@ def make_plan(
 
     Args:
       max_context: tokens per row, prompt and answer together (default: the model's limit).
+      kv_dtype: of KV under policy `group` (default: bfloat16 beside float32, else `dtype`).
       platform: "cpu", "gpu" or "tpu"; on a CPU device buffers may alias host memory.
       capability: a GPU's compute capability; with an unknown one policy `group` gets no kernel.
       rates: what bytes move at, for predictions.
@@ -93,6 +95,7 @@ def make_plan(
         batch=batch,
         max_context=max_context,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         physical_layers=physical_layers,
         group_tokens=group_tokens,
         platform=platform,

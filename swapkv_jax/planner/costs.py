@@ -100,7 +100,7 @@ def resident_seconds(plan: Plan, geometry: Geometry, rates: Rates) -> float | No
     """The least time of a step with the same rows, context and dtype, were all KV on the device."""
     if rates.memory is None:
         return None
-    return (weights_read(geometry, plan.dtype) + _kv_bytes(plan, plan.max_context)) / rates.memory
+    return (weights_read(geometry, plan.dtype) + plan.full_kv_bytes) / rates.memory
 
 
 def overhead(plan: Plan, geometry: Geometry, rates: Rates) -> float | None:

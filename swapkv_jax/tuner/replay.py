@@ -79,7 +79,8 @@ class Replay:
         self._params = jax.tree.map(jax.device_put, model.params)
         self.layers = self._params["layers"]
         self.block = split_block(self.geometry, model.dtype)
-        self.cache = [self._load(prefilled, layer) for layer in range(self.geometry.layers)]
+        self._prefilled, self._kv_dtype = prefilled, model.dtype
+        self.cache = [self._load(layer) for layer in range(self.geometry.layers)]
         self._segment = jax.jit(self._segment_function())
         self._head = jax.jit(self._head_function())
         self._reference = self._attend_all()
@@ -88,13 +89,22 @@ class Replay:
     def capacity(self) -> int:
         return self.context + self.steps
 
-    def _load(self, prefilled: Prefilled, layer: int) -> tuple[jax.Array, jax.Array]:
+    def _load(self, layer: int) -> tuple[jax.Array, jax.Array]:
         g, dtype = self.geometry, DTYPES[self._model.dtype]
         k = np.zeros((self.rows, g.kv_heads, g.head_dim, self.capacity), dtype)
         v = np.zeros((self.rows, g.kv_heads, self.capacity, g.head_dim), dtype)
         for row in range(self.rows):
-            k[row, ..., : self.context], v[row, :, : self.context] = prefilled.kv(row, layer)
+            k[row, ..., : self.context], v[row, :, : self.context] = self._prefilled.kv(row, layer)
         return put(k), put(v)
+
+    def _keep_as(self, dtype: str) -> None:
+        """Has keys and values as a cache of `dtype` would give them back."""
+        if dtype == self._kv_dtype:
+            return
+        for layer in range(len(self.layers)):
+            k, v = self._load(layer)
+            self.cache[layer] = _rounded(k, dtype), _rounded(v, dtype)
+        self._kv_dtype = dtype
 
     # ---- graphs ------------------------------------------------------------------------------------------
 
@@ -137,13 +147,15 @@ class Replay:
     def _layer(self, layer: int, x: jax.Array, seen: np.ndarray, length: int) -> jax.Array:
         """One layer's step over the `seen` tokens [B, S]; its new key and value join the cache."""
         lengths = np.full(self.rows, length, np.int32)
-        x, k_new, v_new = self._segment(self.layers[layer], x, *self.cache[layer], seen, lengths)
+        x, *new = self._segment(self.layers[layer], x, *self.cache[layer], seen, lengths)
+        k_new, v_new = (_rounded(part, self._kv_dtype) for part in new)
         self.cache[layer] = _append(*self.cache[layer], k_new, v_new, np.int32(length))
         return x
 
     def run(self, plan: Plan, adapter: Adapter) -> Replayed:
         """Decodes as policy `group` would under `plan`, whose summary is of group means; batch and context are the
         calibration's. `adapter` is for means of `plan.group_tokens` tokens."""
+        self._keep_as(plan.cache_dtype)
         state = _GroupState(self, plan, adapter)
         kl, top1, misses = [], [], []
         for step in range(self.steps):
@@ -273,8 +285,8 @@ def _select_function(block: BlockFunctions, choice: Selection) -> Any:
 @partial(jax.jit, donate_argnums=(0, 1))
 def _append(k: jax.Array, v: jax.Array, k_new: jax.Array, v_new: jax.Array, length: jax.Array) -> Any:
     zero = length * 0
-    k = jax.lax.dynamic_update_slice(k, k_new[..., None], (zero, zero, zero, length))
-    return k, jax.lax.dynamic_update_slice(v, v_new[:, :, None], (zero, zero, length, zero))
+    k = jax.lax.dynamic_update_slice(k, k_new[..., None].astype(k.dtype), (zero, zero, zero, length))
+    return k, jax.lax.dynamic_update_slice(v, v_new[:, :, None].astype(v.dtype), (zero, zero, length, zero))
 
 
 def _rounded(values: jax.Array, dtype: str) -> jax.Array:

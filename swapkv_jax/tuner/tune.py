@@ -172,7 +172,7 @@ class Tuner:
             self.model.fingerprint,
             self._text_digest,
             [adapter.text_digest, adapter.tokens, adapter.place_tokens],
-            [choice.group_tokens, selection],
+            [choice.group_tokens, plan.cache_dtype, selection],
         ]
         found = self._tables.find("replay", key, Replayed)
         if found is None:
@@ -227,7 +227,7 @@ class Tuner:
             records=records,
             record_bytes=plan.stride_bytes,
         )
-        key = [self._machine, name, shape]
+        key = [self._machine, name, plan.cache_dtype, shape]
         seconds = self._tables.find("graphs", key, float)
         if seconds is None:
             for spec in decode_specs(plan, self.model.geometry, [Sampling()]):
@@ -242,7 +242,7 @@ class Tuner:
         """The host's own work, from a few steps of engines on the calibration text."""
         choice = Choice(group_tokens=4, selected_tokens=384, kept=1.5, rank=min(64, self._key_size))
         batches = (1, max(2, min(4, self.goal.batch)))
-        key = [self._machine, self._text_digest, choice, batches]
+        key = [self._machine, self._text_digest, self.plan(choice).cache_dtype, choice, batches]
         found = self._tables.find("host", key, HostWork)
         if found is None:
             curve, _ = ensure_disk_curve(self.store_dir, self._progress)
