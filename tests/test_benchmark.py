@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny import tiny_checkpoint
@@ -234,3 +235,89 @@ def test_bad_flags(run: Run, flags: list[str], code: int, message: str) -> None:
     assert got == code
     assert message in err
     assert (out, report) == ("", None)
+
+
+def test_an_interrupted_run_goes_on(
+    run: Run, benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is measured again only if it may be another now; a whole report leaves nothing behind."""
+    shapes = importlib.import_module("benchmark_shapes")
+    measured, interleave = [], shapes.interleave
+
+    def interrupted(contenders: Any, work: Any, **how: Any) -> Any:
+        measured.append(len(work.prompts[0]))
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return interleave(contenders, work, **how)
+
+    monkeypatch.setattr(shapes, "interleave", interrupted)
+    flags = ["--policies", "resident", "--context", "6,8", "--steps", "1"]
+    parts = tmp_path / "out.json.parts"
+    code, _, err, report = run(*flags)
+    assert (code, report, measured) == (130, None, [6, 8])
+    assert "the same command goes on" in err
+    assert len(list(parts.rglob("*.json"))) == 1
+    code, _, _, report = run(*flags)
+    assert (code, measured) == (0, [6, 8, 8])
+    assert [row["context"] for row in report["rows"]] == [6, 8]
+    assert report["notes"] == ["1 measurements are those of an earlier run that was interrupted"]
+    assert not parts.exists()
+    assert run(*flags)[3]["notes"] == []
+    assert measured == [6, 8, 8, 6, 8]
+
+
+@pytest.mark.parametrize("change", ["flag", "fresh", "code", "machine", "damage"])
+def test_what_was_kept_is_never_stale(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    kept_runs = importlib.import_module("kept_runs")
+    measured = []
+
+    def get(kept: Any, key: dict[str, Any]) -> dict[str, Any]:
+        return kept.get("shapes", key, lambda: measured.append(1) or {"rows": [len(measured)]})
+
+    for expected in (1, 1):
+        kept = kept_runs.KeptRuns(tmp_path / "o.json", {"model": "m"}, fresh=False)
+        assert get(kept, {"context": 1}) == {"rows": [expected]}
+    common = {"model": "other" if change == "flag" else "m"}
+    if change == "code":
+        monkeypatch.setattr(kept_runs, "code_digest", lambda: "other")
+    if change == "machine":
+        monkeypatch.setenv("XLA_FLAGS", "--other")
+    if change == "damage":
+        (path,) = kept.directory.rglob("*.json")
+        path.write_bytes(path.read_bytes()[:-5])
+    kept = kept_runs.KeptRuns(tmp_path / "o.json", common, fresh=change == "fresh")
+    assert get(kept, {"context": 1}) == {"rows": [2]}
+    assert kept.reused == 0
+    kept.forget()
+    assert not kept.directory.exists()
+
+
+def test_plots_and_several_disks(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--policies", "resident", "--context", "6,8", "--steps", "1", "--breakdown", "1"]
+    flags += ["--storage-profile", "own,nvme-1.8GBps", "--plots", str(tmp_path / "plots")]
+    code, out, _, report = run(*flags)
+    assert code == 0
+    assert [(r["context"], r["storage_profile"]) for r in report["rows"]] == [
+        (context, profile) for context in (6, 8) for profile in ("own", "nvme-1.8GBps")
+    ]
+    for row in report["rows"]:
+        split = row["breakdown"]
+        assert split["compute"] > 0
+        assert split["predict"] is split["transfer"] is None
+        assert split["compute"] + split["wait"] + split["host"] == pytest.approx(split["step_s"])
+    names = [
+        f"{what}-context-b1-{disk}.png"
+        for what in ("memory", "throughput")
+        for disk in ("own", "nvme-1.8GBps")
+    ]
+    names += [
+        f"throughput-policies-{context}-{disk}.png" for context in (6, 8) for disk in ("own", "nvme-1.8GBps")
+    ]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(names)
+    assert "tokens/s against context, batch 1, disk own" in out
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err, _ = run(*flags)
+    assert code == 2
+    assert "swapkv-jax[plots]" in err

@@ -12,6 +12,8 @@ from contenders import Samples, Workload
 from peers import Peer, PeerRun, PeerUnavailable, Setting
 from rounds import interleave
 
+from swapkv_jax.prefilled import RandomPrefill
+
 
 class PeerDecode:
     """A `Contender`: a peer's decode under one setting, timed as ours is. It starts from the same prefill."""
@@ -30,8 +32,15 @@ class PeerDecode:
         if work.prefilled is None:
             self._took(self._run.prefill(work.prompts))
             return time.perf_counter() - started
-        self._run.take(work.prefilled, len(work.prompts[0]) - 1)
-        self._took(self._run.step([prompt[-1] for prompt in work.prompts]))
+        length = len(work.prompts[0])
+        if isinstance(work.prefilled, RandomPrefill):
+            self._run.take(work.prefilled, length)
+            self._took(
+                [0] * len(work.prompts)
+            )  # as our engines: of hidden states of zero, no token is likelier
+        else:
+            self._run.take(work.prefilled, length - 1)
+            self._took(self._run.step([prompt[-1] for prompt in work.prompts]))
         return None
 
     def _took(self, chosen: list[int]) -> None:
@@ -86,8 +95,8 @@ def choose_settings(
     dtype: str,
 ) -> Chosen:
     """Tries every setting of each peer, those of one peer in interleaved rounds of `steps` steps, and takes the
-    fastest one whose precision is `dtype`, ours, and the fastest of the others. (All of them at once would need memory
-    for as many whole caches.)"""
+    fastest one whose precision is `dtype`, ours, and the fastest of the others. (All of them at once would need
+    memory for as many whole caches.)"""
     found = Chosen([], [], {})
     for name, peer in peers.items():
         found.skipped.update(
