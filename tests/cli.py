@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -41,24 +41,45 @@ def heeding_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def stopped(command: list[str], number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
-    """Sends a signal to a command that is in the middle of its text, and returns its exit code and stderr.
+@dataclass
+class Amid:
+    """A command in the middle of its text. After the block of `amid_text` the rest is known, as of a subprocess."""
 
-    It cannot have come to its end before the signal, on however busy a machine: nobody reads what it writes, and
-    there is not enough room for all of it.
-    """
-    out, narrow = os.pipe()
+    process: subprocess.Popen[bytes]
+    pipe: BinaryIO
+    out: bytes = b""
+    err: bytes = b""
+
+    @property
+    def code(self) -> int:
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def amid_text(command: list[str]) -> Iterator[Amid]:
+    """A command that has begun to write its text to stdout and cannot end before the block does, on however busy a
+    machine: nobody reads what it writes, and there is not enough room for all of it."""
+    read, narrow = os.pipe()
     fcntl.fcntl(narrow, fcntl.F_SETPIPE_SZ, _PAGE)
-    os.write(narrow, bytes(_PAGE - _ROOM))
-    with heeding_interrupts(), open(out, "rb") as text:
+    filling = bytes(_PAGE - _ROOM)
+    os.write(narrow, filling)
+    with heeding_interrupts(), open(read, "rb") as pipe:
         with subprocess.Popen(command, stdout=narrow, stderr=subprocess.PIPE) as process:
             os.close(narrow)
-            while _readable(out) == _PAGE - _ROOM and process.poll() is None:
+            while _readable(read) == len(filling) and process.poll() is None:
                 time.sleep(0.01)
-            process.send_signal(number)
-            text.read()
-            _, err = process.communicate(timeout=300)
-    return process.returncode, err.decode()
+            amid = Amid(process, pipe)
+            yield amid
+            if not pipe.closed:
+                amid.out = pipe.read()[len(filling) :]
+            _, amid.err = process.communicate(timeout=300)
+
+
+def stopped(command: list[str], number: signal.Signals) -> tuple[int, str]:
+    """Sends a signal to a command that is in the middle of its text. Returns its exit code and stderr."""
+    with amid_text(command) as amid:
+        amid.process.send_signal(number)
+    return amid.code, amid.err.decode()
 
 
 def _readable(descriptor: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli import decode_command, stopped
+from cli import amid_text, decode_command, stopped
 
 from swapkv_jax.plan import Plan
 
@@ -238,27 +239,23 @@ def test_models_that_cannot_be_read(run, tiny_llama: Path, tmp_path: Path, spoil
     assert report is None
 
 
-def test_full_disk_during_prefill(tiny_llama: Path, tmp_path: Path) -> None:
+def test_full_disk_during_prefill(run, tmp_path: Path) -> None:
     """A file size limit stands in for a full disk: the reservation fails before anything is decoded."""
-    store, report = tmp_path / "store", tmp_path / "report.json"
-    command = decode_command(
-        *(tiny_llama, "--prompt", PROMPT * 2, "--max-new-tokens", "8", "--tier", "disk", "--quiet"),
-        *("--store-dir", store, "--report", report),
-    )
-    limited = (
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *command], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert "File too large" in done.stderr
-    assert str(store) in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    assert not report.exists()
-    assert not list(store.glob("*.kv*"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        code, out, err, report = run(
+            "--prompt", PROMPT * 2, "--max-new-tokens", "8", "--tier", "disk", "--quiet"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert "File too large" in err
+    assert str(tmp_path / "store") in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert report is None
+    assert not list((tmp_path / "store").glob("*.kv*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -280,14 +277,9 @@ def test_a_reader_that_leaves(tiny_llama: Path) -> None:
     command = decode_command(
         tiny_llama, "--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos", "--quiet"
     )
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.read(1)
-        process.stdout.close()
-        err = process.stderr.read().decode()
-        assert process.wait(timeout=60) == 1
-    assert "Traceback" not in err
+    with amid_text(command) as amid:
+        amid.pipe.close()
+    assert (amid.code, amid.err) == (1, b"")
 
 
 def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,15 +308,18 @@ def test_flipped_byte_in_a_stored_record(run, tmp_path: Path, monkeypatch: pytes
     assert report is None
 
 
-def test_two_runs_share_a_store(tiny_llama: Path, tmp_path: Path) -> None:
-    command = decode_command(
-        *(tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--tier", "disk"),
-        *("--quiet", "--store-dir", tmp_path),
-    )
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    results = [run.communicate(timeout=120) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], results
-    assert results[0] == results[1]
+def test_two_runs_share_a_store(run, tiny_llama: Path, tmp_path: Path) -> None:
+    """One begins and ends while the other decodes."""
+    store = tmp_path / "store"
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--tier", "disk", "--quiet"]
+    with amid_text(decode_command(tiny_llama, *arguments, "--store-dir", store)) as other:
+        assert list(store.glob("*.kv"))
+        code, out, err, _ = run(*arguments)
+        assert (code, err) == (0, "")
+        assert list(store.glob("*.kv"))
+    assert (other.code, other.err) == (0, b"")
+    assert other.out.decode() == out
+    assert not list(store.glob("*.kv"))
 
 
 def test_a_report_keeps_a_link_and_its_mode(run, tmp_path: Path) -> None:

@@ -137,11 +137,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mode
     return load
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Model:
-    return load_model("smollm2-135m", dtype="float32")
-
-
 def test_files_match_the_table() -> None:
     expected = {golden_name(name) for name in TINY} | {f"smollm2-{name}" for name in REAL_PROMPTS}
     assert {file.stem for file in GOLDENS.iterdir()} == expected

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from cli import Runner, decode_command, stopped
+from cli import Runner, amid_text, decode_command, stopped
 
 from swapkv_jax.models import Model
 
@@ -137,12 +136,10 @@ def test_ephemeral_files_have_no_name(tiny_llama: Path, tmp_path: Path) -> None:
         *(tiny_llama, "--quiet", "--tier", "disk", "--store-dir", store, "--ephemeral"),
         *("--prompt", "hi", "--max-new-tokens", "200", "--ignore-eos"),
     )
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.read(1)
-    assert list(store.glob("*.kv")) == []
-    process.kill()
-    process.communicate(timeout=60)
+    with amid_text(command) as amid:
+        assert store.exists()
+        assert list(store.glob("*.kv")) == []
+        amid.process.kill()
     assert list(store.glob("*.kv")) == []
 
 

@@ -41,8 +41,10 @@ def test_a_trace_of_reads_and_steps(run: Runner, tmp_path: Path) -> None:
         STEPS - 1 <= layers["layer 0"] <= STEPS + 2
     )  # read ahead: one more at the end, the first one before
     begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
-    slack = 0.2 * (end - begin)
-    assert all(begin - slack <= e["ts"] <= e["ts"] + e["dur"] <= end + slack for e in reads)
+    within = [begin <= e["ts"] <= e["ts"] + e["dur"] <= end for e in reads]
+    assert sum(within) >= 0.7 * len(
+        reads
+    )  # all but those ahead of the first step and of the one after the last
     for lane, some in by_lane.items():
         if lane.startswith(("reads ", "writes ", "waits")):
             some.sort(key=lambda e: e["ts"])
