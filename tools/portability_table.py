@@ -11,7 +11,7 @@ GIB = 1 << 30
 def table(report: dict[str, Any]) -> str:
     """A line per model, plan and target; then what failed, what does not fit and what was skipped, by name."""
     lines = [
-        f"{'model':14} {'plan':11} {'attention':10} {'target':6} {'graphs':>7} {'planned':>9} {'compiled':>9} "
+        f"{'model':14} {'plan':11} {'attention':13} {'target':6} {'graphs':>7} {'planned':>9} {'compiled':>9} "
         f"{'temp':>7} {'weights':>8} {'of':>6} {'buffers':>8} {'launches':>8} {'seconds':>7}  status"
     ]
     lines += [_line(row) for row in report["rows"]]
@@ -32,7 +32,7 @@ def _line(row: dict[str, Any]) -> str:
     memory = "-" if row["device_memory"] is None else f"{row['device_memory'] / GIB:.0f}"
     seconds = sum(g["compile_s"] or 0 for g in row["graphs"])
     return (
-        f"{row['model']:14} {row['plan']:11} {row['attention']:10} {row['target']:6} "
+        f"{row['model']:14} {row['plan']:11} {row['attention']:13} {row['target']:6} "
         f"{good_graphs(row):>7} "
         f"{gib(row['planned'], '9.3f')} {gib(row['compiled'], '9.3f')} {gib(row['temporaries'], '7.3f')} "
         f"{gib(row['weights'], '8.3f')} {memory:>6} {of_graphs(row, 'command_buffers'):>8} "

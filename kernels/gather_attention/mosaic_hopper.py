@@ -191,9 +191,10 @@ def _kernel(
     some = totals > 0
     write(lse, (at,), jnp.where(some, tops + jnp.log(totals), -jnp.inf))
     share = 1.0 / jnp.where(some, totals, 1.0)
+    # What they attend takes the place of the queries, with which every warp must be done.
+    plgpu.commit_smem()
     for part, (first, columns) in zip(sums, parts, strict=True):
         part = part * jax.lax.broadcast_in_dim(share, part.shape, (0,))
-        # The queries have been multiplied for the last time: what they attend takes their place.
         write(q_rows, (slice(None), pl.ds(first, columns)), part.astype(q_rows.dtype))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_rows.at[pl.ds(0, queries)], out.at[at])
