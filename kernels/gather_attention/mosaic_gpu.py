@@ -6,8 +6,8 @@ memory while the step before it computes. Every token of a step keeps an online 
 Gimelshein 2018), all in registers: until the last step, when they are joined, no warp waits for another's sums. The
 rolling buffer is a step before the first.
 
-Products are plain multiply-adds. In float32 they must be; in bfloat16 a tensor-core product would need 64 rows for at
-most 16 queries, and on Hopper other instructions than on what follows it.
+Products are plain multiply-adds: of any group, in float32 as in bfloat16, on Hopper and what follows it. Where shapes
+and the GPU allow tensor cores, see mosaic_hopper.py.
 """
 
 from __future__ import annotations
