@@ -10,7 +10,7 @@ from pathlib import Path
 from swapkv_jax.errors import UsageError
 from swapkv_jax.planner import MAX_OVERHEAD, parse_size
 
-_PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "max_context", "dtype")
+_PLANNED_BY_FLAGS = ("cache", "tier", "physical_layers", "max_context", "dtype", "kv_dtype")
 
 
 class _Prompt(argparse.Action):
@@ -25,7 +25,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="swapkv-decode",
         description="Decode long prompts with a KV cache that need not fit on the accelerator.",
-        epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure.",
+        epilog="Sizes: 512MiB = 512·2^20 bytes, 2GB = 2·10^9. Exit codes: 0 done, 2 usage, 1 failure or "
+        "Ctrl-C, 143 SIGTERM. Either signal ends it after the step at hand, what was decoded kept in the session; a "
+        "second later once more, at once.",
     )
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or the embedded "
@@ -81,8 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per row, prompt and answer (default: what is needed)",
     )
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV (default: float32 on a CPU,"
-        " else bfloat16)")  # fmt: skip
+    dtypes = ["float32", "bfloat16", "float16"]
+    add("--dtype", choices=dtypes, help="of weights and KV (default: float32 on a CPU, else bfloat16)")
+    add("--kv-dtype", choices=dtypes, help="of KV under --cache group (default: bfloat16 beside float32 weights, else"
+        " as --dtype)")  # fmt: skip
     add("--plan", metavar="FILE|NAME", help="a plan from a JSON file, or one that ships with the package")
     add("--device-memory", metavar="SIZE", help="budget on the device, weights included")
     add("--dram-memory", metavar="SIZE", help="budget of the DRAM tier")

@@ -105,7 +105,7 @@ def _why_xla(plan: Plan, geometry: Geometry) -> str | None:
         heads=geometry.heads,
         head_dim=plan.head_dim,
         group_tokens=plan.group_tokens,
-        dtype=plan.dtype,
+        dtype=plan.cache_dtype,
         capability=compute_capability(),
     )
 
@@ -116,8 +116,9 @@ def describe_plan(plan: Plan, geometry: Geometry) -> str:
     pooled = (plan.dram_rows or 0) * plan.dram_row_bytes
     rows = f", {format_bytes(pooled)} of it whole rows" if pooled else ""
     shared = f", {format_bytes(memory.aliased)} of it the DRAM pool itself" if memory.aliased else ""
+    dtypes = plan.dtype if plan.cache_dtype == plan.dtype else f"{plan.dtype}, KV in {plan.cache_dtype}"
     lines = [
-        f"plan {plan.hash}: {describe(plan)}, {plan.batch} row(s) of up to {plan.max_context} tokens, {plan.dtype}",
+        f"plan {plan.hash}: {describe(plan)}, {plan.batch} row(s) of up to {plan.max_context} tokens, {dtypes}",
         f"  device  {exact_bytes(memory.device + memory.aliased)}{shared}, "
         f"beside {exact_bytes(weight_bytes(geometry, plan.dtype))} of weights",
         f"  DRAM    {exact_bytes(memory.dram)}{rows}",

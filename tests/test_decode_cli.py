@@ -117,6 +117,18 @@ def test_dry_run_says_which_rows_are_in_dram(run) -> None:
         assert (f"tier dram, {rows} of 2 row(s) in DRAM too" if rows else "group (tier disk;") in err
 
 
+def test_the_dtype_of_kv_can_be_chosen(run) -> None:
+    arguments = ["--prompt", PROMPT, "--cache", "group"]
+    for flags, dtype in ((), "bfloat16"), (("--kv-dtype", "float32"), "float32"):
+        code, out, err, _ = run(*arguments, *flags, "--dry-run")
+        assert code == 0
+        assert Plan.from_json(out).cache_dtype == dtype
+        assert ("float32, KV in bfloat16" in err) == (dtype == "bfloat16")
+    code, _, err, _ = run("--prompt", PROMPT, "--cache", "layer", "--kv-dtype", "bfloat16")
+    assert code == 2
+    assert "leave --kv-dtype bfloat16 out, or use --cache group" in err
+
+
 def test_a_dry_runs_plan_can_be_used(run, tmp_path: Path) -> None:
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "8", "--ignore-eos"]
     file = tmp_path / "plan.json"
