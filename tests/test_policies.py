@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from tool_runs import Outcome, run_tool, small_benchmark
 
 from swapkv_jax import Plan, PlanError, UsageError, load_model
 from swapkv_jax.accounting import kv_bytes
+from swapkv_jax.strategies.sizes import pinned_groups
 
 TOOLS = Path(__file__).parents[1] / "tools"
 EMMA = Path(__file__).parent / "texts" / "emma.txt"
@@ -63,7 +65,7 @@ def test_the_literature_starts_from_its_papers(policies: ModuleType) -> None:
     ("name", "fraction"),
     [
         *itertools.product(["group", *BASELINES], [1 / 13]),
-        *itertools.product(["group", "loki", "infinigen"], [1 / 34]),
+        *itertools.product(["group", "quest", "loki", "infinigen"], [1 / 34]),
     ],
 )
 def test_equal_memory(policies: ModuleType, name: str, fraction: float) -> None:
@@ -74,14 +76,33 @@ def test_equal_memory(policies: ModuleType, name: str, fraction: float) -> None:
     slot = slot_bytes(plan)
     assert budget - slot < held["device"] + held["dram"] <= budget
     assert plan.selection.selected_groups <= plan.selection.reuse_slots
+    assert pinned_groups(plan.selection) < plan.selection.selected_groups
 
 
-def test_quest_and_shadowkv_have_no_tight_setting(policies: ModuleType) -> None:
-    """The bounds of pages of 16 tokens are 1/32 of float32 keys and values, and larger pages need larger slots."""
-    with pytest.raises(
-        PlanError, match=r"policy quest needs 0\.03.* and is to have 0\.0294; raise --kv-memory"
-    ):
-        policies.policy_plan(SMOLLM2, "quest", {}, memory=1 / 34, batch=8, max_context=7680)
+@pytest.mark.parametrize(
+    ("name", "request_", "fixed"),
+    [
+        ("shadowkv", {"batch": 8, "max_context": 7680}, {}),
+        ("quest", {"batch": 2, "max_context": 4032}, {}),
+        ("quest", {"batch": 8, "max_context": 7680}, {"group_tokens": 16}),
+    ],
+)
+def test_what_a_policy_needs_at_least_is_said(
+    policies: ModuleType, name: str, request_: dict[str, Any], fixed: dict[str, Any]
+) -> None:
+    """1/34 of so short a context is too little for bounds or landmarks of groups, and slots of as many tokens; what
+    the error names is enough, with the sizes it names."""
+    with pytest.raises(PlanError, match=f"policy {name} needs 0.0.*0.0294; raise --kv-memory") as raised:
+        policies.policy_plan(SMOLLM2, name, fixed, memory=1 / 34, **request_)
+    found = re.search(r"needs (0\.\d+) .*group_tokens (\d+), rank (\d+)\)", str(raised.value))
+    assert found is not None
+    least, tokens = float(found[1]), int(found[2])
+    sizes = fixed | {"group_tokens": tokens}
+    sizes |= {} if name == "quest" else {"rank": int(found[3]), "outlier_groups": 0, "recent_groups": 1}
+    plan = policies.policy_plan(SMOLLM2, name, sizes, memory=least + 1e-4, **request_)
+    assert policies.memory_fraction(plan, SMOLLM2) <= least + 1e-4
+    with pytest.raises(PlanError, match="choose smaller sizes"):
+        policies.policy_plan(SMOLLM2, name, sizes, memory=least - 1e-3, **request_)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -112,14 +133,14 @@ def test_memory_is_never_exceeded(
 
 
 def test_what_was_chosen_stays(policies: ModuleType) -> None:
-    given = policies.parse_settings(["loki.rank=10", "loki.selected_groups=500", "quest.group-tokens=32"])
-    assert given == {"loki": {"rank": 10, "selected_groups": 500}, "quest": {"group_tokens": 32}}
+    given = policies.parse_settings(["loki.rank=10", "loki.selected_groups=900", "quest.group-tokens=32"])
+    assert given == {"loki": {"rank": 10, "selected_groups": 900}, "quest": {"group_tokens": 32}}
     loki = policies.policy_plan(SMOLLM2, "loki", given["loki"], memory=1 / 13, batch=8, max_context=7680)
     assert loki.selection.rank == 10
-    assert loki.selection.selected_groups == loki.selection.reuse_slots < 300  # all that there is room for
+    assert loki.selection.selected_groups == loki.selection.reuse_slots < 600  # all that there is room for
     quest = policies.policy_plan(SMOLLM2, "quest", given["quest"], memory=1 / 13, batch=8, max_context=7680)
     assert quest.group_tokens == 32
-    assert quest.selection.selected_groups == quest.selection.reuse_slots < 13
+    assert (quest.selection.selected_groups, quest.selection.reuse_slots) == (13, 26)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,17 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import msgspec
-from selection_flags import parse_value, plan_choices
+from flag_types import paths
+from selection_flags import SHAPE, choice_hints, given_choices, parse_value, plan_choices
+from settings_file import GOALS, load_settings
 
 from swapkv_jax import Plan, PlanError, UsageError, make_plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.models import Geometry
-from swapkv_jax.planner import CacheChoice, TierChoice, load_buckets
+from swapkv_jax.planner import SELECTION, CacheChoice, TierChoice, load_buckets
 from swapkv_jax.selection import Selection
 from swapkv_jax.strategies.sizes import pinned_groups
 
@@ -26,7 +28,6 @@ POLICIES = ("resident", "layer", "flexgen", *SELECTIVE)  # flexgen: all layers s
 
 TOKENS = 400  # selected per layer, row and step: the KVSwap paper's M·G, for every system
 SECTOR = 512  # bytes: records of single tokens, as they are, would half fill a page
-_SHAPE = {"group_tokens": int, "record_alignment": int}
 _GROUP_TOKENS = {"quest": 16, "shadowkv": 8}
 _LOW_RANK, _OUTLIERS, _LOCAL = (
     160 / 1024,
@@ -50,15 +51,30 @@ def add_policy_flags(parser: argparse._ActionsContainer, *, memories: bool = Fal
         help="a choice for one policy that selects, as loki.rank=8; may be given several times",
     )
     parser.add_argument(
+        "--settings",
+        type=paths,
+        default=[],
+        metavar="FILE[,FILE]",
+        help="what search_policies.py found for every policy that selects, a file for each --kv-memory; --set and "
+        "other flags go before it",
+    )
+    parser.add_argument(
+        "--goal",
+        choices=GOALS,
+        default=GOALS[0],
+        help="of --settings: what lost least, or the fastest within the search's bound (default least-loss)",
+    )
+    parser.add_argument(
         "--kv-memory",
-        type=_fractions if memories else _fraction,
+        type=_fractions if memories else parse_fraction,
         metavar="FRACTION[,FRACTION]" if memories else "FRACTION",
         help="give every policy that selects this fraction of the whole KV's bytes as memory (0.077, or 1/13), by as "
         "many reuse slots as that leaves room for",
     )
 
 
-def _fraction(text: str) -> float:
+def parse_fraction(text: str) -> float:
+    """A number above 0 and up to 1, or a quotient. ArgumentTypeError: it is none."""
     try:
         value = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
@@ -69,7 +85,29 @@ def _fraction(text: str) -> float:
 
 
 def _fractions(text: str) -> list[float]:
-    return list(dict.fromkeys(_fraction(part) for part in text.split(",")))
+    return list(dict.fromkeys(parse_fraction(part) for part in text.split(",")))
+
+
+def given_by_policy(args: argparse.Namespace, memory: float | None) -> dict[str, dict[str, Any]]:
+    """What the flags choose for each policy that selects, at that `memory` (of --kv-memory): the selection flags for
+    `group`, `--set` before them, and `--settings` for what neither says.
+
+    Raises:
+      UsageError: see `parse_settings`; files that are none, or none of them for that memory.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if args.settings:
+        files = {path: load_settings(path) for path in args.settings}
+        near = [f for f in files.values() if memory and math.isclose(memory, f.kv_memory, rel_tol=1e-3)]
+        if not near:
+            known = ", ".join(f"{path} is for {file.memory}" for path, file in files.items())
+            raise UsageError(
+                f"no --settings for --kv-memory {memory or 'of none'}: {known}; give one of those"
+            )
+        found = near[0].chosen(args.goal)
+    given = {"group": given_choices(args)}
+    changed = parse_settings(args.set)
+    return {name: found.get(name, {}) | given.get(name, {}) | changed.get(name, {}) for name in SELECTIVE}
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -78,9 +116,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     Raises:
       UsageError: a policy that selects nothing, a field that is none, or a value that does not fit.
     """
-    hints = {**get_type_hints(Selection), **_SHAPE}
-    del hints["strategy"]
-    hints["outlier_groups"] = int  # unset but for shadowkv
+    hints = choice_hints()
     found: dict[str, dict[str, Any]] = {}
     for setting in settings:
         where, equals, value = setting.partition("=")
@@ -122,10 +158,13 @@ def policy_plan(
         if name == "flexgen":
             return make_plan(geometry, cache="layer", tier="disk", **request)
         return make_plan(geometry, cache=cast(CacheChoice, name), tier=tier, **request)
-    known = {}
+    known: dict[str, Any] = {}
     if name != "group":
         context = request.get("max_context", geometry.context_limit)
         known = published(geometry, name, given, batch=request.get("batch", 1), context=context)
+    elif given.keys() - SHAPE:
+        selected = given.get("selected_groups", SELECTION.selected_groups)
+        known = {"load_buckets": load_buckets(request.get("batch", 1), selected)}
     plan = make_plan(geometry, cache="group", tier=tier, **plan_choices({**known, **given}), **request)
     return plan if memory is None else sized(plan, geometry, memory, fixed=given)
 
@@ -173,57 +212,79 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Choices) -> P
 
     Where half of that is not enough for what it needs beside slots, its summary is made smaller first, as far as its
     sizes are not `fixed`: its rank is halved, with shadowkv's outliers and recent groups; quest, whose summary has no
-    rank, gets groups of twice the tokens. Where there are fewer slots than groups to select, fewer are selected.
+    rank, gets groups of twice the tokens, and so does shadowkv where nothing else would fit. Where there are fewer
+    slots than groups to select, fewer are selected.
 
     Raises:
-      PlanError: not even the pinned groups fit.
+      PlanError: there is no room for the pinned groups and one more; it says what the smallest takes.
     """
 
     def least(plan: Plan) -> float:
-        return memory_fraction(_with_slots(plan, _pinned(plan)), geometry)
+        return memory_fraction(_with_slots(plan, _least_slots(plan)), geometry)
 
     while least(plan) > memory / 2:
         smaller = _smaller_summary(plan, fixed)
+        if smaller is None and least(plan) > memory:
+            smaller = _larger_groups(plan, fixed)
         if smaller is None or least(smaller) >= least(plan):
             break
         plan = smaller
-    pinned, base = _pinned(plan), least(plan)
-    more = memory_fraction(_with_slots(plan, pinned + 1), geometry)
-    slots = pinned + math.floor((memory - base) / (more - base))
-    if slots < pinned:
-        assert plan.selection is not None
-        name = plan.selection.strategy_name
+    few = _least_slots(plan)
+    slots = _room(plan, geometry, memory, few)
+    if slots < _selection(plan).selected_groups and "load_buckets" not in fixed:
+        plan = _with_loads(plan, max(few, slots))
+        slots = _room(plan, geometry, memory, few)
+    if slots < few:
+        name = _name(plan)
+        smallest = min(_small(plan, fixed), key=least)
         raise PlanError(
-            f"policy {'group' if name == 'kvswap' else name} needs {base:.4f} of the whole KV's memory for its "
-            f"summary, staging and pinned groups, and is to have {memory:.4f}; raise --kv-memory, or give it a "
-            "smaller summary or smaller loads"
+            f"policy {name} needs {least(smallest):.4f} of the whole KV's memory for its summary, staging, pinned "
+            f"groups and one more (then with group_tokens {smallest.group_tokens}, rank "
+            f"{_selection(smallest).rank}), and is to have {memory:.4f}; raise --kv-memory"
+            + (", or choose smaller sizes for it" if fixed else "")
         )
-    return _with_slots(plan, min(slots, max(pinned, plan.groups)))
+    return _with_slots(plan, min(slots, max(few, plan.groups)))
 
 
-def _pinned(plan: Plan) -> int:
+def _selection(plan: Plan) -> Selection:
     assert plan.selection is not None
-    return pinned_groups(plan.selection)
+    return plan.selection
+
+
+def _name(plan: Plan) -> str:
+    name = _selection(plan).strategy_name
+    return "group" if name == "kvswap" else name
+
+
+def _room(plan: Plan, geometry: Geometry, memory: float, few: int) -> int:
+    """How many slots fit; `few` are tried, which may be more."""
+    base, more = (memory_fraction(_with_slots(plan, slots), geometry) for slots in (few, few + 1))
+    return few + math.floor((memory - base) / (more - base))
+
+
+def _with_loads(plan: Plan, selected: int) -> Plan:
+    """The plan with loads for so many groups."""
+    choice = msgspec.structs.replace(_selection(plan), load_buckets=load_buckets(plan.batch, selected))
+    return msgspec.structs.replace(plan, selection=choice)
+
+
+def _least_slots(plan: Plan) -> int:
+    """For the pinned groups, and one that is selected for its score where there are as many groups."""
+    pinned = pinned_groups(_selection(plan))
+    return max(pinned, min(pinned + 1, plan.groups))
 
 
 def _with_slots(plan: Plan, slots: int) -> Plan:
-    choice = plan.selection
-    assert choice is not None
+    choice = _selection(plan)
     selected = min(slots, choice.selected_groups)
     choice = msgspec.structs.replace(choice, reuse_slots=slots, selected_groups=selected)
     return msgspec.structs.replace(plan, selection=choice)
 
 
 def _smaller_summary(plan: Plan, fixed: Choices) -> Plan | None:
-    choice = plan.selection
-    assert choice is not None
+    choice = _selection(plan)
     if choice.strategy_name == "quest":
-        tokens = 2 * plan.group_tokens
-        if "group_tokens" in fixed or tokens > min(_LARGEST_GROUP, plan.max_context):
-            return None
-        selected = max(_pinned(plan), -(-choice.selected_groups // 2))
-        choice = msgspec.structs.replace(choice, selected_groups=selected)
-        return msgspec.structs.replace(plan, group_tokens=tokens, selection=choice)
+        return _larger_groups(plan, fixed)
     if "rank" in fixed or choice.rank // 2 < _LEAST_RANK:
         return None
     halved: dict[str, Any] = {"rank": choice.rank // 2}
@@ -234,3 +295,44 @@ def _smaller_summary(plan: Plan, fixed: Choices) -> Plan | None:
         }
     halved = {name: value for name, value in halved.items() if name not in fixed}
     return msgspec.structs.replace(plan, selection=msgspec.structs.replace(choice, **halved))
+
+
+def _larger_groups(plan: Plan, fixed: Choices) -> Plan | None:
+    """Groups of twice the tokens for a system that has a summary of groups; None where it has not."""
+    tokens = 2 * plan.group_tokens
+    if (
+        _name(plan) not in _GROUP_TOKENS
+        or "group_tokens" in fixed
+        or tokens > min(_LARGEST_GROUP, plan.max_context)
+    ):
+        return None
+    return _with_groups(plan, tokens, fixed)
+
+
+def _with_groups(plan: Plan, tokens: int, fixed: Choices) -> Plan:
+    """The plan with groups of so many tokens: fewer are selected, and loads are of fewer."""
+    choice = _selection(plan)
+    selected = -(-choice.selected_groups * plan.group_tokens // tokens)
+    sizes: dict[str, Any] = {"selected_groups": max(_least_slots(plan), selected)}
+    if "load_buckets" not in fixed:
+        sizes["load_buckets"] = load_buckets(plan.batch, sizes["selected_groups"])
+    return msgspec.structs.replace(
+        plan, group_tokens=tokens, selection=msgspec.structs.replace(choice, **sizes)
+    )
+
+
+def _small(plan: Plan, fixed: Choices) -> list[Plan]:
+    """Plans of which one takes the least memory, whatever it loses: of the lowest rank, with nothing pinned that need
+    not be, and the smallest loads; of any group size where the summary is of groups."""
+    choice = _selection(plan)
+    sizes: dict[str, Any] = {"load_buckets": load_buckets(plan.batch, 1)}
+    if choice.strategy_name != "quest":
+        sizes["rank"] = min(choice.rank, _LEAST_RANK)
+    if isinstance(choice.outlier_groups, int):
+        sizes |= {"outlier_groups": 0, "recent_groups": 1}
+    sizes = {name: value for name, value in sizes.items() if name not in fixed}
+    plan = msgspec.structs.replace(plan, selection=msgspec.structs.replace(choice, **sizes))
+    if _name(plan) not in _GROUP_TOKENS or "group_tokens" in fixed:
+        return [plan]
+    largest = min(_LARGEST_GROUP, plan.max_context)
+    return [_with_groups(plan, tokens, fixed) for tokens in range(4, largest + 1, 4)]

@@ -15,6 +15,7 @@ from swapkv_jax.planner import SELECTION
 from swapkv_jax.selection import Selection
 
 _BY_POLICY = ("strategy", "outlier_groups")  # not of `group`, see `policies`
+SHAPE = {"group_tokens": int, "record_alignment": int}  # of records
 _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 
 
@@ -65,6 +66,13 @@ def plan_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
     if "reuse_slots" not in given:
         choice = msgspec.structs.replace(choice, reuse_slots=max(choice.reuse_slots, choice.selected_groups))
     return {"selection": choice, **shape}
+
+
+def choice_hints() -> dict[str, Any]:
+    """The type of everything that may be chosen for a policy that selects, by name."""
+    hints = {**get_type_hints(Selection), **SHAPE}
+    del hints["strategy"]
+    return hints | {"outlier_groups": int}  # unset but for shadowkv
 
 
 def parse_value(text: str, hint: Any) -> Any:

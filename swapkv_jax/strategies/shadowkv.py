@@ -7,7 +7,8 @@ others read. Groups are scored by their landmarks, the means of their post-RoPE 
 groups, added up. Groups whose landmark resembles their keys least (cosine similarity of the worst token) are
 outliers: they are always selected and keep exact keys, as do the last `recent_groups` of the prompt.
 
-Parameters: `rank` (160 of 1,024 in the paper), `group_tokens` (8), `outlier_groups` (48 of 4,096 or more).
+Parameters: `rank` (160 of 1,024 in the paper), `group_tokens` (8), `outlier_groups` (48 of 4,096 or more). Landmarks
+and factors are of the plan's summary dtype, as everyone's summary is: bfloat16 unless it is chosen, the paper's.
 
 Adapted to a disk as KVSwap adapts its peers: values come from disk; the KV heads of a row share what is read
 (ShadowKV selects for each apart, and takes the largest of its query heads' softmaxes); the selection is made one

@@ -34,8 +34,8 @@ def summary_parts(plan: Plan) -> Part | dict[str, Part]:
         exact = exact_groups(choice) + RING
         return {
             "landmarks": Part((rows, plan.groups, size), dtype),
-            "coordinates": Part((rows, plan.capacity, choice.rank), plan.dtype),
-            "basis": Part((rows, size, choice.rank), plan.dtype),
+            "coordinates": Part((rows, plan.capacity, choice.rank), dtype),
+            "basis": Part((rows, size, choice.rank), dtype),
             "exact": Part((rows, exact, plan.kv_heads, plan.head_dim, plan.group_tokens), plan.dtype),
             "exact_ids": Part((rows, exact), "int32"),
         }

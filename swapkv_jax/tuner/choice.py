@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,18 +61,48 @@ class Space:
 
     def neighbours(self, choice: Choice) -> list[Choice]:
         """The points one step away in one field, or up in one size and down in another."""
-        steps = {name: self._next(choice, name) for name in Choice.__struct_fields__}
-        moves = [{name: value} for name, near in steps.items() for value in near if value is not None]
-        for (one, (down, _)), (other, (_, up)) in itertools.permutations(steps.items(), 2):
-            if one in _SIZES and other in _SIZES and down is not None and up is not None:
-                moves.append({one: down, other: up})
-        return [msgspec.structs.replace(choice, **move) for move in moves]
+        axes = {name: getattr(self, name) for name in Choice.__struct_fields__}
+        return [msgspec.structs.replace(choice, **move) for move in moves(axes, choice, traded=_SIZES)]
 
-    def _next(self, choice: Choice, name: str) -> tuple[Any, Any]:
-        """The values below and above a field's, None where there is none."""
-        values = getattr(self, name)
-        at = values.index(getattr(choice, name))
-        return values[at - 1] if at else None, values[at + 1] if at + 1 < len(values) else None
+    def largest(self, group_tokens: int, fits: Callable[[Choice], bool]) -> list[Choice]:
+        """The fitting choices of a group size that no other fitting one exceeds in tokens, slots and rank alike. More
+        of these never loses more: if all of them lose too much, every choice does. Those far along in all three come
+        first."""
+
+        def places(choice: Choice) -> tuple[float, ...]:
+            return (
+                self.selected_tokens.index(choice.selected_tokens) / len(self.selected_tokens),
+                self.kept.index(choice.kept) / len(self.kept),
+                self.rank.index(choice.rank) / len(self.rank),
+            )
+
+        first = (self.lookahead[0], self.refresh[0])
+        plain = [c for c in self if c.group_tokens == group_tokens and (c.lookahead, c.refresh) == first]
+        largest: list[Choice] = []
+        for choice in sorted(plain, key=lambda c: (sum(places(c)), c), reverse=True):
+            exceeded = any(all(map(operator.le, places(choice), places(other))) for other in largest)
+            if not exceeded and fits(choice):
+                largest.append(choice)
+        return largest
+
+
+def moves(
+    axes: Mapping[str, Sequence[Any]], point: Any, *, traded: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """The fields by which a point's neighbours on a grid differ from it: one is a step away, or, among those `traded`
+    for one another, one is a step down and another a step up.
+
+    Args:
+      axes: each field's values, in order. point: has the fields as attributes, on the grid.
+    """
+    steps: dict[str, tuple[Any, Any]] = {}
+    for name, values in axes.items():
+        at = values.index(getattr(point, name))
+        steps[name] = values[at - 1] if at else None, values[at + 1] if at + 1 < len(values) else None
+        yield from ({name: value} for value in steps[name] if value is not None)
+    for (one, (down, _)), (other, (_, up)) in itertools.permutations(steps.items(), 2):
+        if one in traded and other in traded and down is not None and up is not None:
+            yield {one: down, other: up}
 
 
 def plan_of(

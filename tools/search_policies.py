@@ -1,0 +1,300 @@
+"""Search each selecting policy's best parameters at equal memory: ours and the literature's, by the tuner's walk.
+
+    python tools/search_policies.py --kv-memory 1/13 --batch 2 --context 4000 --texts novel.txt --json best.json
+    python tools/benchmark.py --policies group,quest --kv-memory 1/13 --settings best.json --goal fastest ...
+
+Per policy: walks to the setting that loses least against `resident`, then to the fastest that loses no more than
+--loss. What was measured is kept in --tables, so that a run that was interrupted goes on where it was. Exit codes:
+0 done, 2 usage, 1 failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from flag_types import count, names, paths
+from policies import parse_fraction
+from policy_space import AXES, Setting, Space
+from policy_trials import Bench, Trials, compiled_once
+from settings_file import GOALS, Goal, Outcome, Point, SettingsFile
+from windows import cut_windows, read_texts
+
+from swapkv_jax import PlanError, SwapKVError, UsageError, load_model
+from swapkv_jax.calibration import default_text
+from swapkv_jax.interrupts import interruptible
+from swapkv_jax.models import Geometry
+from swapkv_jax.planner import parse_size
+from swapkv_jax.store_paths import cache_home, default_store_dir
+from swapkv_jax.talk import Talk
+from swapkv_jax.tiers.throttled import PROFILES, storage_profile
+from swapkv_jax.tuner.search import Walker, among_the_fastest, fastest, least_loss
+from swapkv_jax.tuner.tables import Tables
+from swapkv_jax.tuner.tune import Text
+
+_AS_GOOD = 1.02  # losses that close are one on so few tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    say = Talk(args.quiet)
+    with warnings.catch_warnings(), interruptible():
+        warnings.showwarning = lambda message, *_args, **_kwargs: say.always(f"warning: {message}")
+        try:
+            print(table(run(args, say)))
+        except SwapKVError as error:
+            say.always(f"{parser.prog}: error: {error}")
+            return error.exit_code
+        except KeyboardInterrupt:
+            say.always(f"{parser.prog}: interrupted; the same command goes on where it was")
+            return 1
+    return 0
+
+
+def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
+    """Searches policy by policy, and writes what was found after each.
+
+    Raises:
+      SwapKVError: flags that cannot work, a model or tier that fails.
+    """
+    if not os.access(args.json.parent, os.W_OK) or args.json.is_dir():
+        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    store_dir, tables = args.store_dir or default_store_dir(), Tables(args.tables, fresh=args.fresh)
+    try:
+        store_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {store_dir}: {error.strerror}; choose another --store-dir") from None
+    with say.bars() as progress:
+        model = load_model(args.model, args.dtype, progress)
+    texts = read_texts(args.texts, "--texts") if args.texts else {"default": default_text()}
+    windows = cut_windows(model, texts, args.rows or args.batch, args.context, args.tokens)
+    text = Text(
+        prompts=[window.prompt for window in windows],
+        following=[window.following for window in windows],
+        directory=args.tables / "prefills",
+    )
+    found: dict[str, Outcome] = {}
+    with say.bars() as progress, compiled_once(args.tables / "compiled"):
+        bench = Bench(
+            model=model,
+            text=text,
+            batch=args.batch,
+            store_dir=store_dir,
+            profile=None if args.storage_profile is None else storage_profile(args.storage_profile),
+            tables=tables,
+            progress=progress,
+        )
+        memory = _fraction(args.kv_memory, model.geometry, bench)
+        result = SettingsFile(
+            model=model.name,
+            dtype=args.dtype,
+            kv_memory=memory,
+            memory=args.kv_memory,
+            context=args.context,
+            batch=args.batch,
+            rows=len(windows),
+            tokens=args.tokens,
+            texts=tuple(texts),
+            storage_profile=args.storage_profile,
+            loss=args.loss,
+            machine=bench.machine,
+            policies=found,
+        )
+        for policy in args.policies:
+            space = Space.of(policy, model.geometry, memory, **bench.request)
+            trials = Trials(bench, space)
+            found[policy] = search_policy(
+                space, trials, loss=args.loss, limit=args.limit, told=_told(policy, trials, say)
+            )
+            try:
+                args.json.write_bytes(result.to_json())
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write {args.json}: {error.strerror}; choose another --json"
+                ) from None
+    return result
+
+
+def search_policy(
+    space: Space,
+    trials: Trials,
+    *,
+    loss: float,
+    limit: int,
+    told: Callable[[Setting, float, float], None] | None = None,
+) -> Outcome:
+    """The best settings of a space, by both goals.
+
+    Every group size's start is tried. From there walks lead to the least loss, the best start's first; then, from
+    each size's fastest that keeps the bound, to the fastest.
+
+    Args:
+      loss: the bound of goal `fastest`. limit: most settings that are tried for each goal.
+    """
+    try:
+        starts = space.starts()
+    except PlanError as error:
+        return Outcome(best={}, points=(), notes=(str(error),))
+    walker = Walker(trials, space.neighbours, progress=told)
+    for start in sorted(starts[:limit], key=lambda setting: walker.measure(setting).loss):
+        walker.descend(start, least_loss(trials.guess_loss), limit=limit)
+    measured, notes = walker.measured, []
+    least = min(cost.loss for cost in measured.values())
+    as_good = [setting for setting, cost in measured.items() if cost.loss <= _AS_GOOD * least]
+    best: dict[Goal, Setting] = {GOALS[0]: min(as_good, key=lambda setting: measured[setting].seconds)}
+    if least <= loss:
+        allowed = [setting for setting, cost in measured.items() if cost.loss <= loss]
+        quickest: dict[int, Setting] = {}
+        for setting in sorted(allowed, key=lambda setting: measured[setting].seconds):
+            quickest.setdefault(setting.group_tokens, setting)
+        most = len(measured) + limit
+        for start in quickest.values():
+            walker.descend(start, fastest(loss, trials.guess_seconds), limit=most)
+        best[GOALS[1]] = among_the_fastest(measured, loss)
+    else:
+        notes.append(f"no setting loses as little as {loss:g} nats per token; the least found is {least:.3g}")
+    if walker.stopped:
+        notes.append(f"the search ended at its limit of {limit} settings for a goal; others are untried")
+
+    def point(setting: Setting) -> Point:
+        return Point(choices=_plain(space.chosen(setting)), trial=trials.trial(setting))
+
+    return Outcome(
+        best={goal: point(setting) for goal, setting in best.items()},
+        points=tuple({space.plan(setting): point(setting) for setting in measured}.values()),
+        notes=tuple(notes),
+    )
+
+
+def _plain(choices: Mapping[str, Any]) -> dict[str, Any]:
+    return msgspec.to_builtins(dict(choices))
+
+
+def _fraction(memory: str, geometry: Geometry, bench: Bench) -> float:
+    """--kv-memory as a fraction of the whole KV's bytes, of all rows at their full length.
+
+    Raises:
+      UsageError: it is neither a fraction nor a size.
+    """
+    try:
+        return parse_fraction(memory)
+    except argparse.ArgumentTypeError:
+        pass
+    try:
+        size = parse_size(memory)
+    except UsageError:
+        raise UsageError(
+            f"--kv-memory {memory} is neither a fraction nor a size; use one like 1/13, 0.077 or 64MiB"
+        ) from None
+    whole = bench.batch * bench.max_context * geometry.kv_bytes_per_token(bench.itemsize)
+    if not 0 < size <= whole:
+        raise UsageError(f"--kv-memory {memory} is not a part of the whole KV's {whole} bytes; give it less")
+    return size / whole
+
+
+# ---- what is shown -------------------------------------------------------------------------------------
+
+
+def table(result: SettingsFile) -> str:
+    """Markdown: every setting that was tried, and notes."""
+    lines = [
+        f"{result.model}, {result.dtype}, {result.context} tokens, batch {result.batch}, KV memory {result.memory}, "
+        f"{result.rows} x {result.tokens} tokens compared, disk {result.storage_profile or 'as it is'}",
+        "",
+        "| policy | G | r | M | C | other choices | memory | KL | top-1 | ms/step | MB/step | best |",
+        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|---|",
+    ]
+    notes = []
+    for policy, outcome in result.policies.items():
+        notes += [f"{policy}: {note}" for note in outcome.notes]
+        lines += [_row(policy, point, outcome) for point in outcome.points]
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _row(policy: str, point: Point, outcome: Outcome) -> str:
+    trial, choices = point.trial, dict(point.choices)
+    sizes = [str(choices.pop(name, "")) for name in ("group_tokens", "rank")]
+    del choices["selected_groups"]
+    choices["refresh"] = max(choices["refresh"], default=1)
+    others = ", ".join(f"{name.removesuffix('_groups')} {value}" for name, value in choices.items())
+    goals = ", ".join(goal for goal, best in outcome.best.items() if best == point)
+    cells = [
+        policy, *sizes, str(trial.selected_groups), str(trial.reuse_slots), others, f"{trial.memory:.4f}",
+        f"{trial.kl:.4f}", f"{trial.top1:.1%}", f"{trial.seconds * 1e3:.1f}", f"{trial.read_bytes / 1e6:.2f}", goals,
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _told(policy: str, trials: Trials, say: Talk) -> Callable[[Setting, float, float], None]:
+    def told(setting: Setting, loss: float, seconds: float) -> None:
+        trial = trials.trial(setting)
+        fields = " ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(setting).items())
+        say(
+            f"{policy}: {fields}, M {trial.selected_groups} C {trial.reuse_slots}: loss {loss:.4f}, "
+            f"top-1 {trial.top1:.0%}, {seconds * 1e3:.1f} ms"
+        )
+
+    return told
+
+
+# ---- flags ---------------------------------------------------------------------------------------------
+
+
+def _bound(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="search_policies.py",
+        description="Search the best parameters of policies that select, all at the same memory, on real texts.",
+        epilog="Exit codes: 0 done, 2 usage, 1 failure.",
+    )
+    add = parser.add_argument
+    add("--policies", type=names("policy", tuple(AXES)), default=list(AXES), metavar="NAME[,NAME]")
+    add(
+        "--kv-memory",
+        required=True,
+        metavar="FRACTION|SIZE",
+        help="for each: a fraction of the whole KV's bytes (1/13, 0.077), or a size (64MiB)",
+    )
+    add("--loss", type=_bound, default=0.1, metavar="NATS", help="bound of the fastest (default 0.1)")
+    add("--limit", type=count, default=40, metavar="N", help="most settings tried, per policy and goal (40)")
+    add("--json", type=Path, required=True, metavar="OUT", help="what --settings of other tools takes")
+    add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or smollm2-135m")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    add("--batch", type=count, default=2, metavar="B", help="rows decoded together (default 2)")
+    add("--context", type=count, default=4000, metavar="N", help="tokens of each prompt (default 4000)")
+    add("--rows", type=count, metavar="N", help="rows of text, a multiple of --batch (default: as many)")
+    add("--tokens", type=count, default=16, metavar="N", help="compared and timed per row (default 16)")
+    add("--texts", type=paths, metavar="FILE[,FILE]", help="real texts (default: Python's help topics)")
+    add("--storage-profile", choices=tuple(PROFILES), help="read as if from this disk")
+    add("--store-dir", type=Path, metavar="DIR", help="where engines keep KV while they run")
+    add(
+        "--tables",
+        type=Path,
+        default=cache_home() / "swapkv_jax" / "tuner",
+        metavar="DIR",
+        help="where measurements and prefills are kept (default: in the user's cache)",
+    )
+    add("--fresh", action="store_true", help="measure everything anew")
+    add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
