@@ -55,6 +55,9 @@ def test_a_peer_decodes_the_same(run: Run, name: str, peer: str, module: str, pr
     pytest.importorskip(module)
     code, out, _, report = run(name, "--peers", peer, "--prefill", prefill)
     assert code == 0
+    if (name, peer) == ("qwen3-bias", "llama-cpp"):  # biases that its Qwen3 does not have
+        assert "does not load" in report["skipped"][peer]
+        return
     ours, *peers = report["rows"]
     ours_alike = [row for row in [*peers, *report["trials"]] if row["precision"] == "float32"]
     assert len(ours_alike) == 1 + 2  # the fastest of two settings, and both in their trial
