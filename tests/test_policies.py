@@ -100,7 +100,8 @@ def test_what_a_policy_needs_at_least_is_said(
     sizes = fixed | {"group_tokens": tokens}
     sizes |= {} if name == "quest" else {"rank": int(found[3]), "outlier_groups": 0, "recent_groups": 1}
     plan = policies.policy_plan(SMOLLM2, name, sizes, memory=least + 1e-4, **request_)
-    assert policies.memory_fraction(plan, SMOLLM2) <= least + 1e-4
+    held = kv_bytes(plan, SMOLLM2)
+    assert held["device"] + held["dram"] <= (least + 1e-4) * plan.full_kv_bytes
     with pytest.raises(PlanError, match="choose smaller sizes"):
         policies.policy_plan(SMOLLM2, name, sizes, memory=least - 1e-3, **request_)
 

@@ -45,6 +45,7 @@ def tools() -> Iterator[SimpleNamespace]:
             "policies",
             "settings_file",
             "selection_flags",
+            "equal_memory",
         )
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
@@ -190,7 +191,7 @@ def test_settings_keep_to_the_memory(tools: SimpleNamespace, policy: str) -> Non
         assert len({space.plan(setting).hash for setting in [start, *near]}) == 1 + len(near)
         for setting in [start, *near]:
             plan = space.plan(setting)
-            assert 0.9 / 13 < tools.policies.memory_fraction(plan, SMALL) <= 1 / 13
+            assert 0.9 / 13 < tools.equal_memory.memory_fraction(plan, SMALL) <= 1 / 13
             assert len(space.features(setting)) == tools.policy_space.FEATURES
     with pytest.raises(PlanError, match=f"policy {policy} needs 0.0"):
         tools.policy_space.Space.of(policy, SMALL, 1 / 500, batch=2, max_context=4032).starts()

@@ -207,8 +207,8 @@ def test_a_step_s_time_is_put_together_from_its_parts() -> None:
     graphs = {name: lambda shape, name=name: GRAPHS.seconds(name, shape) for name in GRAPHS.weights}
     shape = Shape(batch=2, tokens=512, places=1024, rank=32)
     layer = graphs["segment"](shape) + graphs["predict"](shape)
-    load = graphs["load"](Shape(batch=2, records=32, record_bytes=8192))
-    read = 20 * (1e-4 + 8192 / 1e9)
+    load = graphs["load"](Shape(batch=2, records=32, record_bytes=plan.stride_bytes))
+    read = 20 * (1e-4 + plan.stride_bytes / 1e9)
     assert read > layer
     step = step_time(plan, misses, 1, GRAPHS, disk, HostWork(layer=1e-4, miss=1e-5))
     assert step.compute == pytest.approx(4 * layer + 4 * load / 2 + graphs["head"](shape))

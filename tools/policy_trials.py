@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from equal_memory import memory_fraction
 from jax.experimental.compilation_cache import compilation_cache
-from policies import memory_fraction
 from policy_space import FEATURES, Setting, Space
 from settings_file import Trial
 
