@@ -7,28 +7,28 @@ to lose most (arXiv 2604.08426).
 from __future__ import annotations
 
 import numpy as np
-from needles import keys, numbers
+from needles import numbers
 from questions import Fact, Page, Question
 
 _RECORDS = 12
 _DIGITS = 5
-_ANSWER_TOKENS = 20 * _RECORDS  # "* Entry number 7: amber-anchor, 12345" and the end of its line
+_ANSWER_TOKENS = 16 * _RECORDS  # a line of about thirteen: "Special magic number 7 is: 12345"
 
 
 def extraction(page: Page, depth: float, rng: np.random.Generator) -> Question:
     """A record in every twelfth of the text, at `depth` of it. The answer's first words show the form of all."""
-    items, values = keys(rng, _RECORDS), numbers(rng, _RECORDS, _DIGITS)
+    values = numbers(rng, _RECORDS, _DIGITS)
     facts = [
-        Fact(depth=(i + depth) / _RECORDS, sentence=f"Entry number {i + 1}: {item}, {value}.")
-        for i, (item, value) in enumerate(zip(items, values, strict=True))
+        Fact(depth=(i + depth) / _RECORDS, sentence=f"Special magic number {i + 1} is: {value}.")
+        for i, value in enumerate(values)
     ]
     return page.hide(
         rng,
         facts,
-        before="Numbered entries of a ledger are hidden within the following text. Make sure to memorize all of "
-        "them. I will ask you to copy them out afterwards.",
-        question="What are the numbered entries mentioned in the provided text?",
-        answer="The numbered entries mentioned in the provided text are:\n\n* Entry number 1:",
+        before="Numbered special magic numbers are hidden within the following text. Make sure to memorize all of "
+        "them. I will quiz you about the numbers afterwards.",
+        question="What are all the numbered special magic numbers mentioned in the provided text?",
+        answer="The special magic numbers mentioned in the provided text are:\n\nSpecial magic number 1 is:",
         expected=values,
         answer_tokens=_ANSWER_TOKENS,
     )
