@@ -176,6 +176,9 @@ def test_what_keeps_a_search_from_its_goal_is_said(tools: SimpleNamespace) -> No
     assert "no setting loses as little as 1e-06 nats" in bound
     assert "limit of 4 settings" in limit
     assert costs.tried == 4
+    alone = tools.search_policies.search_policy(space, MadeUp(tools, space, 0.3), loss=None, limit=4)
+    assert set(alone.best) == {"least-loss"}
+    assert alone.notes == (limit,)
     tight = small_space(tools, "shadowkv", 1 / 60)
     found = tools.search_policies.search_policy(tight, MadeUp(tools, tight, 0.3), loss=1.0, limit=4)
     assert not found.best
@@ -251,6 +254,9 @@ def test_tools_take_what_was_found(tools: SimpleNamespace, kept: Path) -> None:
         chosen(args, 0.1)
     with pytest.raises(UsageError, match="is for 1/13; give one of those"):
         chosen(args, None)
+    kept.write_text(kept.read_text().replace('"loss": 0.1,', '"loss": null,'))
+    with pytest.raises(UsageError, match="nothing was searched for --goal fastest"):
+        chosen(args, 1 / 13)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +373,10 @@ def test_a_search_goes_on_where_it_was(
         assert point["choices"] == before["choices"]
         assert {**point["trial"], "seconds": 0} == {**before["trial"], "seconds": 0}
         assert before["trial"]["memory"] <= 0.6
+    assert run(tools.search_policies, checkpoint, tmp_path, *given, "--goals", "least-loss") == 0
+    untimed = json.loads((tmp_path / "out.json").read_text())
+    assert untimed["loss"] is None
+    assert all(one["trial"]["seconds"] is None for one in untimed["policies"]["quest"]["points"])
     file = msgspec.json.decode(json.dumps(found), type=tools.settings_file.SettingsFile)
     assert file.kv_memory == 0.6
     assert file.policies["quest"].best

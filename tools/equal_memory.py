@@ -50,10 +50,12 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Mapping[str, 
             break
         plan = smaller
     few = _least_slots(plan)
+    if "load_buckets" not in fixed:  # they are for as many groups as are selected in the end
+        lean = _with_loads(plan, few)
+        most = _room(lean, geometry, memory, few)
+        usual = _with_loads(plan, max(few, min(most, _selection(plan).selected_groups)))
+        plan = usual if _room(usual, geometry, memory, few) >= few else lean
     slots = _room(plan, geometry, memory, few)
-    if slots < _selection(plan).selected_groups and "load_buckets" not in fixed:
-        plan = _with_loads(plan, max(few, slots))
-        slots = _room(plan, geometry, memory, few)
     if slots < few:
         name = _name(plan)
         smallest = min(_small(plan, fixed), key=least)

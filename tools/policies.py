@@ -58,7 +58,8 @@ def add_policy_flags(parser: argparse._ActionsContainer, *, memories: bool = Fal
         "--goal",
         choices=GOALS,
         default=GOALS[0],
-        help="of --settings: what lost least, or the fastest within the search's bound (default least-loss)",
+        help="of --settings: what lost least, or the fastest within the search's bound, for a policy that has one "
+        "(default least-loss)",
     )
     parser.add_argument(
         "--kv-memory",

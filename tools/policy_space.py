@@ -134,16 +134,20 @@ class Space:
         return True
 
     def _planned(self, setting: Setting) -> Plan:
-        g = setting.group_tokens
-        groups = -(-self.request["max_context"] // g)
+        groups = self._groups(setting)
+        if setting.share == 1:
+            return self._sized(setting, groups)
         first = selection_of(
             self._sized(setting, groups, load_buckets=load_buckets(self.request["batch"], 1))
         )
-        least = min(groups, 1 + pinned_groups(first))
-        wanted = max(least, round(setting.share * first.reuse_slots))
+        wanted = max(min(groups, 1 + pinned_groups(first)), round(setting.share * first.reuse_slots))
         plan = self._sized(setting, wanted)
         selected = selection_of(plan).selected_groups  # fewer where loads for so many left no room for them
         return plan if selected == wanted else self._sized(setting, selected)
+
+    def _groups(self, setting: Setting) -> int:
+        """That a row comes to."""
+        return -(-self.request["max_context"] // setting.group_tokens)
 
     def _sized(self, setting: Setting, selected: int, **more: Any) -> Plan:
         given = self.choices(setting, selected) | more
@@ -170,8 +174,12 @@ class Space:
         return choices
 
     def chosen(self, setting: Setting) -> dict[str, Any]:
-        """What `policy_plan` is to be given for the setting's plan."""
-        return self.choices(setting, selection_of(self.plan(setting)).selected_groups)
+        """What `policy_plan` is to be given for the setting's plan. Where all that is kept is selected anew, that is
+        said by more groups than can be kept, so that it holds for other contexts and batches too."""
+        whole = setting.share == 1
+        return self.choices(
+            setting, self._groups(setting) if whole else selection_of(self.plan(setting)).selected_groups
+        )
 
     # ---- what the search asks ----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from equal_memory import memory_fraction
 from jax.experimental.compilation_cache import compilation_cache
+from msgspec import structs
 from policy_space import FEATURES, Setting, Space
 from settings_file import Trial
 
@@ -78,7 +79,7 @@ class Bench:
     Attributes:
       text: whose rows are decoded `batch` at a time. store_dir: where engines keep KV while they run.
       profile: the disk that they read as if from, None for the one there is.
-      tables: where trials are kept.
+      tables: where trials are kept. timed: whether times count; beside other work they are of no use.
     """
 
     model: Model
@@ -87,6 +88,7 @@ class Bench:
     store_dir: Path
     profile: StorageProfile | None
     tables: Tables
+    timed: bool = True
     progress: Progress | None = None
     _adapters: dict[tuple[str, int], Adapter | None] = field(default_factory=dict)
 
@@ -137,14 +139,16 @@ class Bench:
         """What a plan of policy `group` does, now or when it was tried before."""
         adapter = self._adapter(plan)
         calibrated = None if adapter is None else [adapter.text_digest, adapter.tokens, adapter.place_tokens]
-        profile = None if self.profile is None else self.profile.name
-        text = [self.model.fingerprint, self._digest, self.batch]
-        key = [self.machine, profile, *text, plan, calibrated]
-        found = self.tables.find("policies", key, Trial)
-        if found is None:
-            found = self._tried(plan, adapter)
-            self.tables.keep("policies", key, found)
-        return found
+        loses = [self.model.fingerprint, self._digest, self.batch, plan, calibrated]
+        takes = [self.machine, None if self.profile is None else self.profile.name, *loses]
+        found = self.tables.find("losses", loses, Trial)
+        seconds = self.tables.find("times", takes, float) if self.timed else None
+        if found is None or (self.timed and seconds is None):
+            found, seconds = self._tried(plan, adapter)
+            self.tables.keep("losses", loses, found)
+            if self.timed:
+                self.tables.keep("times", takes, seconds)
+        return structs.replace(found, seconds=seconds if self.timed else None)
 
     def _adapter(self, plan: Plan) -> Adapter | None:
         name = selection_of(plan).strategy_name, plan.place_tokens
@@ -156,14 +160,15 @@ class Bench:
     def _digest(self) -> str:
         return self.text.digest
 
-    def _tried(self, plan: Plan, adapter: Adapter | None) -> Trial:
+    def _tried(self, plan: Plan, adapter: Adapter | None) -> tuple[Trial, float]:
+        """What a plan loses, and the seconds of its step."""
         logits, seconds, read = self._decode(plan, adapter)
         kl = divergence(self._reference, logits)
         warm = [row[WARM_UP:] for row in seconds]
-        return Trial(
+        trial = Trial(
             kl=float(kl.mean()),
             top1=float((self._reference.argmax(-1) == logits.argmax(-1)).mean()),
-            seconds=float(np.percentile(warm, QUIET)),
+            seconds=None,
             read_bytes=read.bytes,
             reuse=read.reuse,
             memory=memory_fraction(plan, self.model.geometry),
@@ -171,6 +176,7 @@ class Bench:
             reuse_slots=selection_of(plan).reuse_slots,
             plan=plan.hash,
         )
+        return trial, float(np.percentile(warm, QUIET))
 
     @cached_property
     def _reference(self) -> np.ndarray:
@@ -233,7 +239,8 @@ class Trials:
             trial = self._bench.trial(self._space.plan(setting))
             features = self._space.features(setting)
             self._loss.learn(features, max(trial.kl, _LEAST))
-            self._seconds.learn(features, trial.seconds)
+            if trial.seconds is not None:
+                self._seconds.learn(features, trial.seconds)
             self.found[setting] = trial
         return self.found[setting]
 
@@ -242,8 +249,8 @@ class Trials:
         return self.trial(setting).kl
 
     def seconds(self, setting: Setting) -> float:
-        """Of a step."""
-        return self.trial(setting).seconds
+        """Of a step; 0 where times do not count."""
+        return self.trial(setting).seconds or 0.0
 
     def guess_loss(self, setting: Setting, like: Setting) -> float:
         """The least that a setting may lose, by one like it."""

@@ -4,8 +4,8 @@
     python tools/benchmark.py --policies group,quest --kv-memory 1/13 --settings best.json --goal fastest ...
 
 Per policy: walks to the setting that loses least against `resident`, then to the fastest that loses no more than
---loss. What was measured is kept in --tables, so that a run that was interrupted goes on where it was. Exit codes:
-0 done, 2 usage, 1 failure.
+--loss, for which the machine must have nothing else to do (else --goals least-loss). What was measured is kept in
+--tables, so that a run that was interrupted goes on where it was. Exit codes: 0 done, 2 usage, 1 failure.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from flag_types import count, names, paths
 from policies import parse_fraction
 from policy_space import AXES, Setting, Space
 from policy_trials import Bench, Trials, compiled_once
+from search_table import milliseconds, table
 from settings_file import GOALS, Goal, Outcome, Point, SettingsFile
 from windows import cut_windows, read_texts
 
@@ -37,8 +38,6 @@ from swapkv_jax.tiers.throttled import PROFILES, storage_profile
 from swapkv_jax.tuner.search import Walker, among_the_fastest, fastest, least_loss
 from swapkv_jax.tuner.tables import Tables
 from swapkv_jax.tuner.tune import Text
-
-_AS_GOOD = 1.02  # losses that close are one on so few tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
         directory=args.tables / "prefills",
     )
     found: dict[str, Outcome] = {}
+    bound = args.loss if GOALS[1] in args.goals else None
     with say.bars() as progress, compiled_once(args.tables / "compiled"):
         bench = Bench(
             model=model,
@@ -90,6 +90,7 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
             store_dir=store_dir,
             profile=None if args.storage_profile is None else storage_profile(args.storage_profile),
             tables=tables,
+            timed=bound is not None,
             progress=progress,
         )
         memory = _fraction(args.kv_memory, model.geometry, bench)
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
             tokens=args.tokens,
             texts=tuple(texts),
             storage_profile=args.storage_profile,
-            loss=args.loss,
+            loss=bound,
             machine=bench.machine,
             policies=found,
         )
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
             space = Space.of(policy, model.geometry, memory, **bench.request)
             trials = Trials(bench, space)
             found[policy] = search_policy(
-                space, trials, loss=args.loss, limit=args.limit, told=_told(policy, trials, say)
+                space, trials, loss=bound, limit=args.limit, told=_told(policy, trials, say)
             )
             try:
                 args.json.write_bytes(result.to_json())
@@ -127,7 +128,7 @@ def search_policy(
     space: Space,
     trials: Trials,
     *,
-    loss: float,
+    loss: float | None,
     limit: int,
     told: Callable[[Setting, float, float], None] | None = None,
 ) -> Outcome:
@@ -137,7 +138,8 @@ def search_policy(
     each size's fastest that keeps the bound, to the fastest.
 
     Args:
-      loss: the bound of goal `fastest`. limit: most settings that are tried for each goal.
+      loss: the bound of goal `fastest`, None to leave that goal out. limit: most settings that are tried for each
+        goal.
     """
     try:
         starts = space.starts()
@@ -147,10 +149,12 @@ def search_policy(
     for start in sorted(starts[:limit], key=lambda setting: walker.measure(setting).loss):
         walker.descend(start, least_loss(trials.guess_loss), limit=limit)
     measured, notes = walker.measured, []
-    least = min(cost.loss for cost in measured.values())
-    as_good = [setting for setting, cost in measured.items() if cost.loss <= _AS_GOOD * least]
-    best: dict[Goal, Setting] = {GOALS[0]: min(as_good, key=lambda setting: measured[setting].seconds)}
-    if least <= loss:
+    first = min(measured, key=lambda setting: measured[setting])
+    best: dict[Goal, Setting] = {GOALS[0]: first}
+    least = measured[first].loss
+    if loss is not None and least > loss:
+        notes.append(f"no setting loses as little as {loss:g} nats per token; the least found is {least:.3g}")
+    elif loss is not None:
         allowed = [setting for setting, cost in measured.items() if cost.loss <= loss]
         quickest: dict[int, Setting] = {}
         for setting in sorted(allowed, key=lambda setting: measured[setting].seconds):
@@ -159,8 +163,6 @@ def search_policy(
         for start in quickest.values():
             walker.descend(start, fastest(loss, trials.guess_seconds), limit=most)
         best[GOALS[1]] = among_the_fastest(measured, loss)
-    else:
-        notes.append(f"no setting loses as little as {loss:g} nats per token; the least found is {least:.3g}")
     if walker.stopped:
         notes.append(f"the search ended at its limit of {limit} settings for a goal; others are untried")
 
@@ -200,46 +202,13 @@ def _fraction(memory: str, geometry: Geometry, bench: Bench) -> float:
     return size / whole
 
 
-# ---- what is shown -------------------------------------------------------------------------------------
-
-
-def table(result: SettingsFile) -> str:
-    """Markdown: every setting that was tried, and notes."""
-    lines = [
-        f"{result.model}, {result.dtype}, {result.context} tokens, batch {result.batch}, KV memory {result.memory}, "
-        f"{result.rows} x {result.tokens} tokens compared, disk {result.storage_profile or 'as it is'}",
-        "",
-        "| policy | G | r | M | C | other choices | memory | KL | top-1 | ms/step | MB/step | best |",
-        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|---|",
-    ]
-    notes = []
-    for policy, outcome in result.policies.items():
-        notes += [f"{policy}: {note}" for note in outcome.notes]
-        lines += [_row(policy, point, outcome) for point in outcome.points]
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
-
-
-def _row(policy: str, point: Point, outcome: Outcome) -> str:
-    trial, choices = point.trial, dict(point.choices)
-    sizes = [str(choices.pop(name, "")) for name in ("group_tokens", "rank")]
-    del choices["selected_groups"]
-    choices["refresh"] = max(choices["refresh"], default=1)
-    others = ", ".join(f"{name.removesuffix('_groups')} {value}" for name, value in choices.items())
-    goals = ", ".join(goal for goal, best in outcome.best.items() if best == point)
-    cells = [
-        policy, *sizes, str(trial.selected_groups), str(trial.reuse_slots), others, f"{trial.memory:.4f}",
-        f"{trial.kl:.4f}", f"{trial.top1:.1%}", f"{trial.seconds * 1e3:.1f}", f"{trial.read_bytes / 1e6:.2f}", goals,
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
-
-
 def _told(policy: str, trials: Trials, say: Talk) -> Callable[[Setting, float, float], None]:
     def told(setting: Setting, loss: float, seconds: float) -> None:
         trial = trials.trial(setting)
         fields = " ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(setting).items())
         say(
             f"{policy}: {fields}, M {trial.selected_groups} C {trial.reuse_slots}: loss {loss:.4f}, "
-            f"top-1 {trial.top1:.0%}, {seconds * 1e3:.1f} ms"
+            f"top-1 {trial.top1:.0%}, {milliseconds(trial)} ms"
         )
 
     return told
@@ -271,6 +240,14 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FRACTION|SIZE",
         help="for each: a fraction of the whole KV's bytes (1/13, 0.077), or a size (64MiB)",
+    )
+    add(
+        "--goals",
+        type=names("goal", GOALS),
+        default=list(GOALS),
+        metavar="NAME[,NAME]",
+        help="least-loss, which is always searched, and fastest, which needs a machine that does nothing else "
+        "(default both)",
     )
     add("--loss", type=_bound, default=0.1, metavar="NATS", help="bound of the fastest (default 0.1)")
     add("--limit", type=count, default=40, metavar="N", help="most settings tried, per policy and goal (40)")

@@ -20,7 +20,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       kl, top1: mean divergence from `resident` (nats per token), share of equal likeliest tokens.
-      seconds: of a step, all rows. read_bytes: per step, all rows and layers, once slots were full.
+      seconds: of a step, all rows; None where times were not searched. read_bytes: per step, all rows and layers,
+        once slots were full.
       reuse: selected groups that needed no read, as a fraction of all.
       memory: on the device and in DRAM, as a fraction of the whole KV's bytes.
       selected_groups, reuse_slots: M and C. plan: the hash of its plan.
@@ -28,7 +29,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     kl: float
     top1: float
-    seconds: float
+    seconds: float | None
     read_bytes: float
     reuse: float
     memory: float
@@ -63,7 +64,8 @@ class SettingsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
       kv_memory: the fraction of the whole KV's bytes that each could take; `memory`: as it was asked for.
       context, batch, rows, tokens: tokens of a prompt, rows of the engine, rows and tokens of each compared.
-      storage_profile: the disk's, None for the machine's own. loss: the bound of goal `fastest`.
+      storage_profile: the disk's, None for the machine's own. loss: the bound of goal `fastest`, None
+        where that was not searched.
     """
 
     version: Literal[1] = 1
@@ -77,12 +79,20 @@ class SettingsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens: int
     texts: tuple[str, ...]
     storage_profile: str | None
-    loss: float
+    loss: float | None
     machine: str
     policies: dict[str, Outcome]
 
     def chosen(self, goal: Goal) -> dict[str, dict[str, Any]]:
-        """Each policy's choices for a goal; a policy that does not meet it has those that lost least."""
+        """Each policy's choices for a goal; a policy that does not meet it has those that lost least.
+
+        Raises:
+          UsageError: nobody searched for that goal.
+        """
+        if goal == GOALS[1] and self.loss is None:
+            raise UsageError(
+                f"nothing was searched for --goal {goal}; search again with --goals {','.join(GOALS)}"
+            )
         hints = choice_hints()
         best = {
             name: found.best.get(goal) or found.best.get(GOALS[0]) for name, found in self.policies.items()
