@@ -27,7 +27,7 @@ lint: install
 	$(BIN)/basedpyright
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +19,26 @@ from swapkv_jax import load_model
 from swapkv_jax.models import Model
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+_WEEK_S = 7 * 24 * 3600
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Graphs are compiled once, by whichever worker needs one first, and read back for a week on this kind of
+    processor: compiling is three quarters of what the suite costs. `--cache-clear` forgets them. What decode compiles
+    is counted all the same, and child processes do without."""
+    if config.cache is None:
+        return
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    processor = hashlib.sha256(flags[0].encode() if flags else b"").hexdigest()[:16]
+    directory = config.cache.mkdir(f"xla-{processor}")
+    for entry in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another worker does the same
+            if entry.stat().st_mtime < time.time() - _WEEK_S:
+                entry.unlink()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="session")
