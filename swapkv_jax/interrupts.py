@@ -40,7 +40,7 @@ def run_command(name: str, main: Callable[[], int]) -> NoReturn:
 
     Ctrl-C and SIGTERM end the process at once, with a line on stderr, but for what `main` does in
     `interrupts_at_checkpoints` or `interruptible`. Once `main` is done they are ignored: what is done is done, and
-    Python winds down undisturbed.
+    Python winds down undisturbed. Where whoever read stdout has left, the exit code is 1.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:
@@ -51,6 +51,11 @@ def run_command(name: str, main: Callable[[], int]) -> NoReturn:
     _handle(leave)
     try:
         code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain once more at exit
+        code = 1
     finally:
         _handle(signal.SIG_IGN)
     sys.exit(code)

@@ -206,6 +206,19 @@ def test_python_winds_down_undisturbed(code: int) -> None:
     assert _run(script, [signal.SIGINT], pause=0.3) == (code, "", "")
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_reader_that_leaves(size: int) -> None:
+    script = f"run_command('it', lambda: print('x' * {size}) or 0)"
+    command = [sys.executable, "-c", _BEGINNING.format(pause=0) + f"sys.stdin.read(); {script}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # before the command goes on, which the end of its stdin makes it do
+        process.stdout = None
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, b"")
+
+
 def test_what_the_caller_ignores_stays_ignored() -> None:
     script = """
 def main():
