@@ -32,7 +32,7 @@ def tables(report: dict[str, Any]) -> str:
     parts = [
         "\n".join(heading),
         _table(_speed_columns(rows, report["dtype"]), rows),
-        _table(_where(rows) + _MEMORY, [row for row in rows if row["policy"] is not None]),
+        _table(_where(rows) + _MEMORY, rows),
         _table(_where(rows) + _BREAKDOWN, profiled) if profiled else "",
         _table(_where(report["trials"]) + _TRIALS, report["trials"]) if report["trials"] else "",
         "\n".join([*_growth(report), *(f"note: {note}" for note in report["notes"])]),

@@ -88,7 +88,7 @@ def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Any, Any]:
     # A figure of its own and no pyplot: nothing is kept between plots, and no display is looked for.
     figure = _figure()(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, axisbelow=True)
     return figure, axes
 
 
