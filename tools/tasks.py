@@ -6,7 +6,7 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Bench:
     progress: Progress
     resize: Callable[[str, Plan], Plan] | None = None
     parts: Parts | None = None
+    _digests: dict[tuple[str, int], str | None] = field(default_factory=dict, repr=False)
 
     def fit(self, plan: Plan, max_context: int, rows: int) -> Plan:
         """The plan for this task: `batch` rows of `max_context` tokens. PlanError if that does not work."""
@@ -95,18 +96,29 @@ class Bench:
 
     def key(self, task: str, plan: Plan, **inputs: Any) -> Key:
         """What a part of `task` depends on: the model, a plan, and the task's own `inputs`."""
-        adapter = adapter_of(self.adapters, plan)
-        if adapter is None and plan.selection is not None:
-            adapter, _ = plan_adapter(self.model, plan)
+        if self.parts is None:
+            return {}  # which nothing is looked up by
         return {
             "task": task,
             "model": self.model.fingerprint,
             "plan": plan.hash,
-            "adapter": None
-            if adapter is None
-            else [adapter.text_digest, adapter.tokens, adapter.place_tokens],
+            "directions": self._directions(plan),
             **inputs,
         }
+
+    def _directions(self, plan: Plan) -> str | None:
+        """Digest of the adapter's vectors that a plan selects by, None where it has none."""
+        if plan.selection is None:
+            return None
+        place = plan.selection.strategy_name, plan.place_tokens
+        if place not in self._digests:
+            adapter = adapter_of(self.adapters, plan)
+            if adapter is None:
+                adapter, _ = plan_adapter(self.model, plan)
+            self._digests[place] = (
+                None if adapter is None else xxhash.xxh3_128_hexdigest(adapter.vectors.tobytes())
+            )
+        return self._digests[place]
 
     def part(self, key: Key, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A part of the evaluation, taken from those that are kept if it is there."""
