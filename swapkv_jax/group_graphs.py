@@ -52,10 +52,8 @@ def compile_group_graphs(
     dtype, kv_dtype, b = jnp.dtype(plan.dtype), jnp.dtype(plan.cache_dtype), plan.batch
     choice = selection_of(plan)
     slots, values = choice.reuse_slots + 1, plan.stride_bytes // plan.itemsize
-    pool, rolling = (
-        tuple(Shape(shape, kv_dtype) for shape in shapes)
-        for shapes in (plan.pool_shapes, plan.rolling_shapes)
-    )
+    pool = tuple(Shape(shape, jnp.dtype(plan.pool_dtype)) for shape in plan.pool_shapes)
+    rolling = tuple(Shape(shape, kv_dtype) for shape in plan.rolling_shapes)
     keyed = stores_keys(choice)
     parts = summary_parts(plan)
     summary = (

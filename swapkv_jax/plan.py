@@ -105,6 +105,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.dtype if self.kv_dtype is msgspec.UNSET else self.kv_dtype
 
     @property
+    def pool_dtype(self) -> str:
+        """The dtype that slots of policy `group` are held as: `cache_dtype`, or on a CPU its bits. A CPU's XLA has no
+        arithmetic of 16 bits, and to write one record would convert all slots to float32 and back."""
+        return "uint16" if self.transport == "alias" and self.itemsize == 2 else self.cache_dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one value of the KV cache."""
         return ITEMSIZE[self.cache_dtype]

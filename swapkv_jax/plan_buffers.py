@@ -22,6 +22,7 @@ ITEMSIZE: dict[str, int] = {
     "float16": 2,
     "int32": 4,
     "uint32": 4,
+    "uint16": 2,
     "uint8": 1,
     "bool": 1,
 }
@@ -95,7 +96,7 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
     summary = summary_parts(plan)
     for i in range(plan.layers):
         for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
-            yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=dt, tier="device")
+            yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=plan.pool_dtype, tier="device")
             yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
         for name, part in summary.items() if isinstance(summary, dict) else [("", summary)]:
             where = f"summary.{name}.{i}" if name else f"summary.{i}"

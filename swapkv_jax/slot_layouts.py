@@ -37,6 +37,8 @@ class SlotLayout(abc.ABC):
         Returns: the pool, and the staging memory's fence, which is ready when the records have been read.
         """
 
+        records = _seen_as(records, pool[0].dtype)
+
         def one_by_one(pool: Parts, records: jax.Array) -> Parts:
             def put(i: Int[Array, ""], pool: Parts) -> Parts:
                 return self._put_one(pool, records[i], rows[i], slots[i])
@@ -121,7 +123,8 @@ class ApartSlots(SlotLayout):
         not in use take no part: any K there, even NaN, and any finite V."""
         # A CPU multiplies float32 fastest: widened first, 16-bit slots cost a third more time than half of them in
         # float32 do; multiplied as they are, seven times as much.
-        pool_k, pool_v, rolling_k, rolling_v = (part.astype(q.dtype) for part in (*pool, *rolling))
+        seen = (_seen_as(part, rolling[0].dtype) for part in pool)
+        pool_k, pool_v, rolling_k, rolling_v = (part.astype(q.dtype) for part in (*seen, *rolling))
         tokens = self._tokens
         scale = q.shape[-1] ** -0.5
         far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
@@ -189,7 +192,7 @@ class PackedSlots(SlotLayout):
         from swapkv_jax.kernels.gather_attention import gather_attention  # pyright: ignore[reportMissingImports]
 
         slots, valid = self._slots(used)
-        (kv,) = pool
+        kv = _seen_as(pool[0], rolling[0].dtype)
         out, _ = gather_attention(
             q.astype(kv.dtype),
             kv,
@@ -237,6 +240,11 @@ class PackedSlots(SlotLayout):
         k, v = self.record_parts(records)
         (groups,) = self._joined(k.swapaxes(-1, -2), v)  # [n, Hkv, G, W]
         return (pool[0].at[rows, :, slots].set(groups, mode="promise_in_bounds"),)
+
+
+def _seen_as(values: jax.Array, dtype: Any) -> jax.Array:
+    """The same bits as another dtype of as many; see `Plan.pool_dtype`."""
+    return values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
 
 
 def slot_layout(plan: Plan, interpret: Any = False) -> SlotLayout:

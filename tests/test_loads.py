@@ -11,6 +11,7 @@ from engines import geometry
 
 from swapkv_jax import make_plan
 from swapkv_jax.attention_choice import Attention
+from swapkv_jax.plan import DType
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import slot_layout
 from swapkv_jax.writes import append_tokens, fill_layer, fill_records
@@ -28,46 +29,57 @@ def both_ways(
     return [[np.asarray(part) for part in jax.tree.leaves(parts)] for parts in (here, there)]
 
 
-@pytest.mark.parametrize("attention", get_args(Attention))
-def test_groups_into_slots(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("attention", "kv_dtype"),
+    [
+        *((attention, "bfloat16") for attention in get_args(Attention)),
+        ("xla", "float32"),
+        ("mosaic_gpu", "float32"),
+    ],
+)
+def test_groups_into_slots(attention: Attention, kv_dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that every layout has each record's K and V where they belong, and nothing else changes."""
-    model = geometry(head_dim=80)
+    dim, tokens = (64, 8) if attention == "mosaic_hopper" else (80, TOKENS)
+    model = geometry(head_dim=dim)
     selection = Selection(selected_groups=4, reuse_slots=6, rank=8, sink_groups=0, recent_groups=1)
     plan = make_plan(
         model,
         cache="group",
         batch=ROWS,
         max_context=96,
-        group_tokens=TOKENS,
+        group_tokens=tokens,
         selection=selection,
         attention=attention,
-        kv_dtype="float32",
+        kv_dtype=kv_dtype,
     )
     rng = np.random.default_rng(0)
-    pool = tuple(rng.standard_normal(shape, np.float32) for shape in plan.pool_shapes)
-    records = rng.standard_normal((RECORDS, plan.stride_bytes // 4), np.float32)
+    pool = tuple(
+        rng.standard_normal(shape, np.float32).astype(kv_dtype).view(plan.pool_dtype)
+        for shape in plan.pool_shapes
+    )
+    records = rng.standard_normal((RECORDS, plan.stride_bytes // plan.itemsize), np.float32).astype(kv_dtype)
     rows = np.array([0, 0, 1, 2, 2], np.int32)
     slots = np.array([6, 1, 1, 0, 5], np.int32)
     looped, at_once = both_ways(slot_layout(plan).load, [pool, records, rows, slots], monkeypatch)
     for one, other in zip(looped, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
-    heads, dim, size = model.kv_heads, model.head_dim, plan.payload_bytes // 8
-    k, v = slots_of(pool, dim)
-    for record, row, slot in zip(records, rows, slots, strict=True):
-        k[row, :, slot] = record[:size].reshape(heads, dim, TOKENS).swapaxes(1, 2)
-        v[row, :, slot] = record[size : 2 * size].reshape(heads, TOKENS, dim)
-    for loaded, expected in zip(slots_of(tuple(looped[:-1]), dim), (k, v), strict=True):
+    heads, size = model.kv_heads, plan.payload_bytes // plan.itemsize // 2
+    k, v = slots_of(pool, dim, tokens)
+    for record, row, slot in zip(records.view(plan.pool_dtype), rows, slots, strict=True):
+        k[row, :, slot] = record[:size].reshape(heads, dim, tokens).swapaxes(1, 2)
+        v[row, :, slot] = record[size : 2 * size].reshape(heads, tokens, dim)
+    for loaded, expected in zip(slots_of(tuple(looped[:-1]), dim, tokens), (k, v), strict=True):
         np.testing.assert_array_equal(loaded, expected)
 
 
-def slots_of(pool: tuple[np.ndarray, ...], dim: int) -> tuple[np.ndarray, np.ndarray]:
+def slots_of(pool: tuple[np.ndarray, ...], dim: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V [B, Hkv, C1, G, D] of a pool, as views of it."""
     if len(pool) == 1:
         return pool[0][..., :dim], pool[0][..., dim : 2 * dim]
     k, v = pool
     return (
-        k.reshape(*k.shape[:3], -1, TOKENS).transpose(0, 1, 3, 4, 2),
-        v.reshape(*v.shape[:2], -1, TOKENS, dim),
+        k.reshape(*k.shape[:3], -1, tokens).transpose(0, 1, 3, 4, 2),
+        v.reshape(*v.shape[:2], -1, tokens, dim),
     )
 
 

@@ -400,6 +400,8 @@ def test_kv_in_another_dtype() -> None:
     """Slots, rolling buffers, staging and records take its bytes; naming the model's own is naming none."""
     halved = msgspec.structs.replace(GROUP, kv_dtype="bfloat16")
     assert (halved.cache_dtype, halved.dtype) == ("bfloat16", "float32")
+    assert halved.pool_dtype == "uint16", "on a CPU, which has no other arithmetic of 16 bits"
+    assert msgspec.structs.replace(halved, transport="copy").pool_dtype == "bfloat16"
     sizes, halves = ({b.name: b.bytes for b in plan.buffers(GEOMETRY)} for plan in (GROUP, halved))
     assert {name for name in sizes if sizes[name] == 2 * halves[name]} >= {
         "pool.k.0",

@@ -83,7 +83,7 @@ class GroupCache(OffloadCache):
         self._queries = [query_weights(params, program.geometry, columns).astype(wanted) for params in layers]
         self._adapters = [jax.tree.map(put, part) for part in directions(plan, adapter)]
         self._layout = slot_layout(plan)
-        self._pools: list[Parts] = [tuple(zeros(shape, dtype) for shape in plan.pool_shapes) for _ in each]
+        self._pools: list[Parts] = [tuple(zeros(shape, plan.pool_dtype) for shape in plan.pool_shapes) for _ in each]
         self._rolling = [self._empty_rolling() for _ in each]
         self._keyed = stores_keys(choice)
         self._summary = [_empty_summary(plan) for _ in each]
