@@ -93,6 +93,7 @@ def test_group_rows(run: Run, checkpoint: Path, adapter: Path, tmp_path: Path) -
     assert (report["prefill"], report["burst"], report["notes"]) == ("once", BURST, [])
     assert "prefill (layers)" in err
     resident, disk, dram = report["rows"]
+    assert [row["kv_dtype"] for row in report["rows"]] == ["float32", "bfloat16", "bfloat16"]
     assert [(row["policy"], row["tier"]) for row in (disk, dram)] == [("group", "disk"), ("group", "dram")]
     model = load_model(str(checkpoint))
     plan = make_plan(
@@ -156,6 +157,23 @@ def test_group_rows(run: Run, checkpoint: Path, adapter: Path, tmp_path: Path) -
     assert 0 < dram["groups_from_dram_per_step"] <= dram["groups_read_per_step"]
     assert report["growth"] == []
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize(("flags", "kv"), [([], "bfloat16"), (["--kv-dtype", "float32"], "float32")])
+def test_keys_and_values_of_what_selects_have_a_dtype_of_their_own(
+    benchmark: ModuleType, checkpoint: Path, flags: list[str], kv: str
+) -> None:
+    parser = importlib.import_module("benchmark_flags").make_parser()
+    args = parser.parse_args(["--policies", "resident,group,quest", "--json", "x", *FLAGS, *flags])
+    shape = importlib.import_module("benchmark_shapes").make_shape(
+        args, load_model(str(checkpoint)), None, 70, 2
+    )
+    assert [(name, plan.cache_dtype) for name, plan in shape.plans] == [
+        ("resident", "float32"),
+        ("group", kv),
+        ("quest", kv),
+    ]
+    assert len({plan.full_kv_bytes for _, plan in shape.plans}) == 1
 
 
 @pytest.mark.slow

@@ -101,7 +101,9 @@ def test_the_fastest_of_each_precision_takes_part(benchmark: ModuleType) -> None
         def close(self) -> None: ...
 
     def setting(name: str, precision: str) -> Any:
-        return peers.Setting(name=name, precision=precision, weight_bytes=1, token_bytes=1)
+        return peers.Setting(
+            name=name, precision=precision, kv_dtype=precision, weight_bytes=1, token_bytes=1
+        )
 
     takes = {"a": 3.0, "b": 2.0, "c": 5.0, "d": 1.0}
     settings = [setting(name, "float32" if name in "ab" else "bfloat16") for name in takes]

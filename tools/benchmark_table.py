@@ -93,6 +93,7 @@ def _speed_columns(rows: Sequence[Row], dtype: str) -> list[Column]:
     columns: list[Column] = [
         *_where(rows)[:-1],
         ("", name),
+        ("KV in", lambda r: r["kv_dtype"]),
         ("tok/s", _number("tokens_per_s", ".1f")),
         ("ms/step", _number("tpot_s", ".1f", 1e3)),
         ("p90", _number("tpot_p90_s", ".1f", 1e3)),

@@ -207,6 +207,7 @@ class OurEngine:
             "policy": plan.policy,
             "selection": None if plan.selection is None else msgspec.to_builtins(plan.selection),
             "tier": plan.tier,
+            "kv_dtype": plan.cache_dtype,
             "plan": plan.hash,
             "physical_layers": plan.physical_layers,
             "kv_bytes": held,

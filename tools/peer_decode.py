@@ -64,6 +64,7 @@ class PeerDecode:
             "peer": self._peer,
             "setting": self._setting.name,
             "precision": self._setting.precision,
+            "kv_dtype": self._setting.kv_dtype,
             "weight_bytes": self._setting.weight_bytes,
             "token_bytes": self._setting.token_bytes,
             "kv_bytes": {"device": self._run.kv_bytes, "dram": 0, "disk": 0},

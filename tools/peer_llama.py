@@ -56,6 +56,7 @@ class LlamaCpp:
                 setting = Setting(
                     name=f"{kind}, flash attention {'on' if flash else 'off'}",
                     precision=_PRECISION[kind],
+                    kv_dtype=kv_dtype.name,
                     weight_bytes=weight_bytes,
                     token_bytes=model.geometry.kv_bytes_per_token(kv_dtype.itemsize),
                 )

@@ -41,6 +41,7 @@ class Transformers:
             Setting(
                 name=f"{kind} {dtype}",
                 precision=dtype,
+                kv_dtype=dtype,
                 weight_bytes=weight_bytes(g, dtype),
                 token_bytes=g.kv_bytes_per_token(DTYPES[dtype].itemsize),
             ): (kind, dtype)

@@ -19,11 +19,12 @@ class PeerUnavailable(ModelError):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way to run a peer. `precision` is that of its weights: a dtype's name, or a quantisation's. `weight_bytes`
-    and `token_bytes` (of KV per token and row) are what a step must read."""
+    """One way to run a peer. `precision` is that of its weights: a dtype's name, or a quantisation's; `kv_dtype` that
+    of keys and values. `weight_bytes` and `token_bytes` (of KV per token and row) are what a step must read."""
 
     name: str
     precision: str
+    kv_dtype: str
     weight_bytes: int
     token_bytes: int
 

@@ -33,8 +33,7 @@ class StepProfile:
         """Seconds per step that add up to `step_s`: `compute`, `predict`, `transfer`, `wait` and `host`.
 
         No moment is counted twice. `wait` is what of `waited` seconds (for reads, as the engine counts) no graph ran
-        in; `host` the rest of the time without a graph: bookkeeping, launches, and records that threads themselves put
-        into slots.
+        in; `host` the rest of the time without a graph: bookkeeping, launches, and records that threads put in slots.
         """
         idle = max(0.0, self.seconds - sum(filter(None, self.busy.values())))
         wait = min(waited, idle)
