@@ -82,6 +82,7 @@ def plan_of(attention: Attention, size: dict[str, Any], **fields: Any) -> tuple[
     )
     known = {"batch": 3, "max_context": 64, "record_alignment": 512}
     known |= {name: size[name] for name in ("group_tokens", "dtype")}
+    known["kv_dtype"] = size["dtype"]
     return make_plan(
         model, cache="group", selection=choice, attention=attention, **{**known, **fields}
     ), model
@@ -315,7 +316,7 @@ def test_off_its_platform_a_kernel_is_refused_by_name(attention: Attention) -> N
     [
         ("cpu", None, "xla"),
         ("tpu", None, "mosaic_tpu"),
-        ("gpu", 9.0, "mosaic_gpu"),
+        ("gpu", 9.0, "mosaic_hopper"),
         ("gpu", 10.0, "mosaic_gpu"),
         ("gpu", 8.0, "xla"),
         ("gpu", None, "xla"),
@@ -413,5 +414,5 @@ def test_plans_that_no_kernel_serves_are_refused() -> None:
         PlanError, match=r"mosaic_hopper serves group_tokens of one of 8, 16, not 4; use that, or"
     ):
         make_plan(
-            geometry(head_dim=64), cache="group", max_context=64, attention="mosaic_hopper", dtype="bfloat16"
+            geometry(head_dim=64), cache="group", max_context=64, attention="mosaic_hopper", group_tokens=4
         )

@@ -124,9 +124,9 @@ def test_built_in_models_are_those_that_the_tool_names(
                 plan = models.plan_for(label, chosen, target)
                 plan.validate(chosen.geometry)
                 kernels = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
-                served = label in ("group", "group/8") and target.name != "a100"
+                served = label in ("group", "group/4") and target.name != "a100"
                 expected = kernels.get(target.kind, "xla") if served else "xla"
-                if label == "group/8" and target.name in ("h100", "h200"):
+                if label == "group" and target.name in ("h100", "h200"):
                     expected = "mosaic_hopper"
                 assert plan.attention == expected, (name, label, target.name)
 
@@ -502,7 +502,7 @@ ALIGNED = {  # sizes that fill a TPU's tiles, and a cache that arriving records 
 }
 
 
-GROUP_PLAN = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}  # of groups of 4
+GROUP_PLAN = {"v5e": "mosaic_tpu", "h100": "mosaic_hopper"}
 
 
 @pytest.fixture
@@ -548,13 +548,13 @@ def test_a_real_compiler(real: Callable[..., Outcome], target: str) -> None:
     assert [seconds > 0 for seconds in heads] == [True, False, False], "what two plans share is compiled once"
 
 
-def test_groups_of_eight_tokens_are_attended_by_tensor_cores(
+def test_groups_of_four_tokens_are_attended_without_tensor_cores(
     real: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_choice, "version", lambda name: "0.12.0")
-    done = real("h100", "group/8")
+    done = real("h100", "group/4")
     (row,) = done.report["rows"]
-    assert row["attention"] == "mosaic_hopper"
+    assert row["attention"] == "mosaic_gpu"
     segment = next(graph for graph in row["graphs"] if graph["name"] == "segment")
     assert len(segment["kernels"]) == 1
     if jax.__version_info__ >= attention_choice.MIN_JAX:

@@ -35,8 +35,8 @@ _SIZES = {  # rows, and tokens per row
 }
 MODELS = tuple(_SIZES)
 DEFAULT_PLANS = ("resident", "layer/dram", "layer/disk", "group")
-# `group` attends groups of 4 tokens by the platform's kernel for them, where it has one; `group/8` groups of 8.
-PLANS = (*DEFAULT_PLANS, "group/xla", "group/8")
+# `group` attends groups of the planner's size by the platform's kernel for them, where it has one; `group/4` others.
+PLANS = (*DEFAULT_PLANS, "group/xla", "group/4")
 DTYPES: dict[str, DType] = {"cpu": "float32", "tpu": "bfloat16", "gpu": "bfloat16"}
 
 
