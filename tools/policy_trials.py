@@ -26,6 +26,7 @@ from settings_file import Trial
 from swapkv_jax import Engine, Plan, UsageError, make_plan
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse
+from swapkv_jax.cgroups import usable_cores
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import DTYPES, Model
 from swapkv_jax.plan import DType
@@ -132,15 +133,21 @@ class Bench:
 
     @property
     def machine(self) -> str:
-        """What the times are true of."""
-        return f"{device_identity()}, jax {jax.__version__}"
+        """What the times are true of, but for the host's name."""
+        device = jax.devices()[0]
+        return f"{device.platform} {device.device_kind}, {usable_cores()} cores, jax {jax.__version__}"
 
     def trial(self, plan: Plan) -> Trial:
         """What a plan of policy `group` does, now or when it was tried before."""
         adapter = self._adapter(plan)
         calibrated = None if adapter is None else [adapter.text_digest, adapter.tokens, adapter.place_tokens]
         loses = [self.model.fingerprint, self._digest, self.batch, plan, calibrated]
-        takes = [self.machine, None if self.profile is None else self.profile.name, *loses]
+        takes = [
+            device_identity(),
+            jax.__version__,
+            None if self.profile is None else self.profile.name,
+            *loses,
+        ]
         found = self.tables.find("losses", loses, Trial)
         seconds = self.tables.find("times", takes, float) if self.timed else None
         if found is None or (self.timed and seconds is None):
