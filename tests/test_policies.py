@@ -49,7 +49,7 @@ def test_the_literature_starts_from_its_papers(policies: ModuleType) -> None:
         if plan.selection is not None
     }
     assert found == {
-        "group": ("group", "disk", 4, 96, 64),
+        "group": ("group", "disk", 8, 96, 64),
         "quest": ("group", "disk", 16, 25, 192),
         "loki": ("group", "disk", 1, 400, 16),
         "infinigen": ("group", "disk", 1, 400, 19),
