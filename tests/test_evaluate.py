@@ -30,7 +30,9 @@ from swapkv_jax.selection import Selection
 TOOLS = Path(__file__).parents[1] / "tools"
 EMMA = Path(__file__).parent / "texts" / "emma.txt"
 CONTEXT, TOKENS, ROWS = 61, 7, 3
-EVERYTHING = ["--selected-groups", "18", "--rank", "8", "--recent", "2"]  # of 4 tokens: 72, the window has 69
+EVERYTHING = (
+    "--group-tokens 4 --selected-groups 18 --rank 8 --recent 2".split()
+)  # 72 tokens, the window has 69
 Run = Callable[..., tuple[int, str, str, Any]]
 
 
@@ -116,7 +118,8 @@ def test_everything_selected_loses_nothing(run: Run, model: Model, tmp_path: Pat
         ),
         (
             [
-                *("--selected-groups", "9", "--reuse-slots", "20", "--rank", "8", "--load-buckets", "2,4"),
+                *("--group-tokens", "4", "--selected-groups", "9", "--reuse-slots", "20", "--rank", "8"),
+                *("--load-buckets", "2,4"),
                 *("--sink", "2", "--recent", "3", "--summary", "token", "--refresh", "1,2,1,3"),
             ],
             "group G4 M9 C20 r8 sink groups 2 recent groups 3 summary token refresh 1,2,1,3",
@@ -152,8 +155,10 @@ def test_every_policy_at_every_memory(evaluate: ModuleType, model: Model) -> Non
 def test_several_plans_and_what_they_lose(run: Run, model: Model, tmp_path: Path) -> None:
     """Fewer groups lose more; an exact policy nothing at all; what was captured is used again."""
     plans = {
-        "few": make_plan(model.geometry, cache="group", selection=_selection(4)),
-        "all": make_plan(model.geometry, cache="group", selection=_selection(18), kv_dtype="float32"),
+        "few": make_plan(model.geometry, cache="group", selection=_selection(4), group_tokens=4),
+        "all": make_plan(
+            model.geometry, cache="group", selection=_selection(18), kv_dtype="float32", group_tokens=4
+        ),
         "exact": make_plan(model.geometry, cache="layer", tier="dram"),
     }
     files = []
@@ -261,14 +266,16 @@ def test_an_interrupted_run_goes_on(run: Run, model: Model, decoded: Decoded, tm
     for name, replacement in (("lru", "lru"), ("fifo", "fifo")):
         selection = msgspec.structs.replace(_selection(4), replacement=replacement)
         files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(make_plan(model.geometry, cache="group", selection=selection).to_json())
+        files[-1].write_text(
+            make_plan(model.geometry, cache="group", selection=selection, group_tokens=4).to_json()
+        )
     flags = ["--plan-json", ",".join(map(str, files)), "--resume", str(tmp_path / "unfinished")]
     decoded.stopped = "fifo"
     code, out, err, report = run("text", *flags)
     assert (code, out, report) == (1, "", None)
     assert f"interrupted; the same command goes on with what {tmp_path / 'unfinished'} keeps" in err
     assert decoded.names == ["resident", "lru", "fifo"]
-    assert len(list((tmp_path / "unfinished" / "prefills").iterdir())) == 3 * ROWS
+    assert len(list((tmp_path / "unfinished" / "prefills").glob("*/*"))) == 3 * ROWS
     decoded.names.clear()
     decoded.stopped = ""
     code, _, err, resumed = run("text", *flags)
@@ -294,7 +301,9 @@ def test_an_interrupted_run_goes_on(run: Run, model: Model, decoded: Decoded, tm
 @pytest.mark.slow
 def test_questions_of_several_kinds(run: Run, model: Model, tmp_path: Path) -> None:
     """With every group selected a plan answers as resident does, to whatever it is asked."""
-    plan = make_plan(model.geometry, cache="group", selection=_selection(395), kv_dtype="float32")
+    plan = make_plan(
+        model.geometry, cache="group", selection=_selection(395), kv_dtype="float32", group_tokens=4
+    )
     file = tmp_path / "all.json"
     file.write_text(plan.to_json())
     flags = ["--kinds", "multiquery,common-words", "--lengths", "1500", "--needles", "2", "--seed", "5"]

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 from tiny import TINY, tiny_checkpoint
@@ -336,19 +337,33 @@ def _never() -> dict[str, float]:
     raise AssertionError("computed again")
 
 
-def test_prefills_outlive_an_interrupt(tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    with tools("parts").Parts(tmp_path) as parts:
-        place = tmp_path / "prefills"
+def test_prefills_outlive_an_interrupt(
+    tools: Callable[[str], ModuleType], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not those of another plan or of other code, and are gone once all is done."""
+    module = tools("parts")
+    plan = make_plan(model.geometry, cache="resident")
+    places = []
+
+    def prefill(parts: Any, plan: Plan, *, stop: bool) -> None:
+        with parts.prefills(plan) as place:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "prompt").touch()
+            places.append(place)
+            if stop:
+                raise KeyboardInterrupt
+
+    with module.Parts(tmp_path) as parts:
         with pytest.raises(KeyboardInterrupt):
-            _interrupted(parts)
-        assert (place / "prompt").exists()
-        with parts.prefills():
-            pass
-        assert not place.exists()
-
-
-def _interrupted(parts: Any) -> None:
-    with parts.prefills() as place:
-        place.mkdir()
-        (place / "prompt").touch()
-        raise KeyboardInterrupt
+            prefill(parts, plan, stop=True)
+        with pytest.raises(KeyboardInterrupt):
+            prefill(parts, msgspec.structs.replace(plan, max_context=77), stop=True)
+    monkeypatch.setattr(module, "code_digest", lambda: "other code")
+    with module.Parts(tmp_path) as parts:
+        with pytest.raises(KeyboardInterrupt):
+            prefill(parts, plan, stop=True)
+    assert len({*places}) == 3
+    assert all((place / "prompt").exists() for place in places)
+    with module.Parts(tmp_path) as parts:
+        prefill(parts, plan, stop=False)
+    assert not (tmp_path / "prefills").exists()

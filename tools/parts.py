@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import xxhash
 from kept_runs import code_digest
 
-from swapkv_jax import UsageError
+from swapkv_jax import Plan, UsageError
 from swapkv_jax.tuner.tables import Tables
 
 _FLAG = "--resume"
@@ -58,8 +59,9 @@ class Parts:
         return self._tables.find(key["task"], {**self._common, **key}, dict)
 
     @contextlib.contextmanager
-    def prefills(self) -> Iterator[Path]:
-        """A directory for captured prefills, which is left as it is by an interrupt or error, and else removed."""
+    def prefills(self, plan: Plan) -> Iterator[Path]:
+        """A directory for prefills captured as by `plan`: an interrupt or error leaves it as it is, else it is
+        removed."""
         place = self._directory / "prefills"
-        yield place
+        yield place / xxhash.xxh3_64_hexdigest(f"{self._common} {plan.hash}".encode())
         shutil.rmtree(place, ignore_errors=True)

@@ -84,7 +84,7 @@ class Bench:
             if self.capture_dir is not None:
                 place = self.capture_dir
             elif self.parts is not None:
-                place = stack.enter_context(self.parts.prefills())
+                place = stack.enter_context(self.parts.prefills(like))
             else:
                 place = Path(stack.enter_context(self.scratch()))
 
