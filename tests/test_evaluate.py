@@ -30,9 +30,8 @@ from swapkv_jax.selection import Selection
 TOOLS = Path(__file__).parents[1] / "tools"
 EMMA = Path(__file__).parent / "texts" / "emma.txt"
 CONTEXT, TOKENS, ROWS = 61, 7, 3
-EVERYTHING = (
-    "--group-tokens 4 --selected-groups 18 --rank 8 --recent 2".split()
-)  # 72 tokens, the window has 69
+# 72 tokens, of which the window has 69
+EVERYTHING = ["--group-tokens", "4", "--selected-groups", "18", "--rank", "8", "--recent", "2"]
 Run = Callable[..., tuple[int, str, str, Any]]
 
 
