@@ -442,6 +442,19 @@ def test_a_plan_for_another_generation_is_refused(
     assert done.report["rows"][0]["graphs"] == []
 
 
+def test_each_generation_of_gpus_has_a_process(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, targets = tools("portability"), tools("portability_targets").TARGETS
+    asked = [targets[name] for name in ("cpu", "b200", "a100", "h100", "v5e", "h200")]
+    monkeypatch.setattr(tools("portability_targets").Target, "missing", lambda target: None)
+    here, apart = tool.by_process(asked)
+    assert [target.name for target in here] == ["cpu", "a100", "v5e", "b200"]
+    assert [[target.name for target in others] for others in apart] == [["h100", "h200"]]
+    monkeypatch.setattr(tools("portability_targets").Target, "missing", lambda target: "not here")
+    assert tool.by_process(asked) == (asked, [])
+
+
 def test_artefacts_are_for_one_platform(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     done = run("--targets", "cpu", "--plans", "layer/dram", "--artefacts", str(tmp_path / "out"))
@@ -514,13 +527,14 @@ def real(
 ) -> Callable[..., Outcome]:
     """Runs the tool on the aligned geometry for a target, whose compiler must be installed."""
 
-    def run(target: str, plans: str) -> Outcome:
+    def run(target: str, plans: str, *more: str) -> Outcome:
         if tools("portability_targets").TARGETS[target].missing():
             pytest.skip(f"the compiler for {target} is not installed (extras aot-tpu, aot-cuda)")
         monkeypatch.setattr(tools("portability"), "SAMPLINGS", (Sampling(),))
         (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
         out = tmp_path / "real.json"
-        flags = ["--model", str(tmp_path), "--targets", target, "--plans", plans, "--json", str(out)]
+        targets = ",".join((target, *more))
+        flags = ["--model", str(tmp_path), "--targets", targets, "--plans", plans, "--json", str(out)]
         return run_tool(tools("portability").main, flags, out, capfd)
 
     return run
@@ -546,6 +560,14 @@ def test_a_real_compiler(real: Callable[..., Outcome], target: str) -> None:
             assert segment["launches"] >= 5
     heads = [g["compile_s"] for row in done.report["rows"] for g in row["graphs"] if "head" in g["name"]]
     assert [seconds > 0 for seconds in heads] == [True, False, False], "what two plans share is compiled once"
+
+
+def test_kernels_of_two_generations_of_gpus(real: Callable[..., Outcome]) -> None:
+    done = real("h100", "group", "b200")
+    for row in done.report["rows"]:
+        segment = next(graph for graph in row["graphs"] if graph["name"] == "segment")
+        assert not any("does not compile" in failure for failure in segment["failures"]), row["target"]
+    assert [row["target"] for row in done.report["rows"]] == ["h100", "b200"]
 
 
 def test_groups_of_four_tokens_are_attended_without_tensor_cores(

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from portability_table import table
 from portability_targets import TARGETS, Target, compilers
 
 from swapkv_jax import PlanError, SwapKVError, UsageError
-from swapkv_jax.attention_choice import check_capability
+from swapkv_jax.attention_choice import MIN_CAPABILITY, check_capability
 from swapkv_jax.plan import Plan
 from swapkv_jax.planner import weight_bytes
 from swapkv_jax.program import decode_specs
@@ -121,15 +123,27 @@ def _report(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
             raise UsageError("--artefacts needs the package flatbuffers; install extra aot-tpu or aot-cuda")
         _make_directory(args.artefacts)
     targets = [TARGETS[name] for name in args.targets]
+    here, apart = by_process(targets)
     skipped = {t.name: f"skipped ({reason})" for t in targets if (reason := t.missing())}
-    checkers: dict[str, Checker | str] = {target.name: _checker(target) for target in targets}
+    checkers: dict[str, Checker | str] = {target.name: _checker(target) for target in here}
     rows = []
-    for chosen, label, plan, target in _cases(args, subjects, targets):
+    for chosen, label, plan, target in _cases(args, subjects, here):
         say(f"{chosen.name} {label} {target.name}")
         checker = checkers[target.name]
         rows.append(
             _row(chosen, label, plan, target, checker, args.artefacts, must_fit=args.plan is not None)
         )
+    for others in apart:
+        say(f"{', '.join(target.name for target in others)}, in a process of their own")
+        rows += _rows_of_a_process(args, others)
+    models = [chosen.name for chosen in subjects]
+    labels = args.plans if args.plan is None else [args.plan.name]
+    order = (models, labels, args.targets)
+    rows.sort(
+        key=lambda row: [
+            of.index(row[key]) for of, key in zip(order, ("model", "plan", "target"), strict=True)
+        ]
+    )
     statuses = [row["status"] for row in rows]
     return {
         "jax": jax.__version__,
@@ -141,6 +155,44 @@ def _report(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
         else ["artefacts were exported but not serialised (install flatbuffers)"],
         "counts": {name: statuses.count(name) for name in ("passed", "failed", "too large", "skipped")},
     }
+
+
+def by_process(targets: Sequence[Target]) -> tuple[list[Target], list[list[Target]]]:
+    """Targets to compile for in this process, and those of each further one: the compiler of GPU kernels keeps the
+    generation that a process asked it for first, and takes every later GPU for one of those."""
+    here: list[Target] = []
+    generations: dict[int, list[Target]] = {}
+    for target in targets:
+        if target.missing() or target.capability is None or target.capability < MIN_CAPABILITY:
+            here.append(target)
+        else:
+            generations.setdefault(int(target.capability), []).append(target)
+    first, *others = [*generations.values()] or [[]]
+    return [*here, *first], others
+
+
+def _rows_of_a_process(args: argparse.Namespace, targets: list[Target]) -> list[dict[str, Any]]:
+    flags = [
+        "--targets",
+        ",".join(target.name for target in targets),
+        "--plans",
+        ",".join(args.plans),
+        "--quiet",
+    ]
+    flags += [flag for name in args.model or () for flag in ("--model", name)]
+    for name in ("plan", "batch", "context", "artefacts"):
+        value = getattr(args, name)
+        flags += [] if value is None else [f"--{name}", str(value)]
+    with tempfile.TemporaryDirectory(prefix="portability-") as directory:
+        out = Path(directory, "report.json")
+        command = [sys.executable, __file__, *flags, "--json", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not out.exists():
+            why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise SwapKVError(
+                f"the process for {flags[1]} ended with {done.returncode}: {why}; run it by --targets alone"
+            )
+        return json.loads(out.read_text())["rows"]
 
 
 def _cases(
