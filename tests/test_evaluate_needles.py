@@ -305,6 +305,8 @@ def test_bootstrap(tools: Callable[[str], ModuleType]) -> None:
     assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.06)
     two = intervals.mean_of_ratios_interval([(parts, scores), (scores, scores)])
     assert two[1] - two[0] == pytest.approx((high - low) / 2, rel=0.06)
+    nothing = [([0, 0], [1, 0.5]), ([0], [1])]
+    assert intervals.mean_of_ratios_interval(nothing) == intervals.wilson(0, 3)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------

@@ -31,11 +31,12 @@ def mean_of_ratios_interval(cells: Sequence[tuple[Sequence[float], Sequence[floa
     """Of the mean over cells of Σ parts / Σ wholes, by bootstrap over each cell's items.
 
     Drawing from items that are all alike says nothing of those that were not tried. So it is Wilson's of how many
-    are kept where every item is kept whole, and in a single cell of wholes that are alike also where some are lost.
+    are kept where every item is kept whole, or every one lost, and in a single cell of wholes that are alike also
+    where some are.
     """
     kept = [part / whole for parts, wholes in cells for part, whole in zip(parts, wholes, strict=True)]
     alike = len(cells) == 1 and len(set(cells[0][1])) == 1
-    if set(kept) == {1} or (alike and set(kept) <= {0, 1}):
+    if set(kept) in ({0}, {1}) or (alike and set(kept) <= {0, 1}):
         return wilson(round(sum(kept)), len(kept))
     means = np.zeros(_RESAMPLES)
     for cell, (parts, wholes) in enumerate(cells):
