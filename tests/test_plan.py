@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from swapkv_jax import Plan, PlanError, make_plan
 from swapkv_jax.models import Geometry
-from swapkv_jax.plan import Tier, staging_shape
+from swapkv_jax.plan import DType, Tier, staging_shape
 from swapkv_jax.selection import Selection, Summary
 from swapkv_jax.tiers import planned_file_bytes
 
@@ -43,7 +43,7 @@ def selecting(**fields: Any) -> dict[str, Any]:
 GROUP_DRAM = msgspec.structs.replace(GROUP, tier="dram", dram_rows=2)
 
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @st.composite

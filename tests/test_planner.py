@@ -289,7 +289,7 @@ def test_group_defaults_fit_any_model_and_context(
 
 
 def test_group_keeps_kv_in_16_bits() -> None:
-    """Half the slots where it takes twice the memory, which it does when told to; exact policies keep the model's dtype."""
+    """Half the slots where it takes twice the memory; exact policies keep the model's dtype."""
     plans = {
         (dtype, kv): make_plan(
             GEOMETRY, cache="group", dtype=dtype, kv_dtype=kv, max_context=256, group_tokens=1
@@ -297,7 +297,7 @@ def test_group_keeps_kv_in_16_bits() -> None:
         for dtype in ("float32", "bfloat16")
         for kv in (None, "float32", "bfloat16", "float16")
     }
-    for (dtype, kv), plan in plans.items():
+    for (_, kv), plan in plans.items():
         assert plan.cache_dtype == (kv or "bfloat16")
         assert plan.selection is not None
         slots = SELECTION.reuse_slots // (2 if plan.cache_dtype == "float32" else 1)

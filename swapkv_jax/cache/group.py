@@ -76,14 +76,16 @@ class GroupCache(OffloadCache):
         self._graphs, self._choice = program.group, choice
         self._tier = RecordTier(plan, store)
         self._pending = PendingWrites(self._tier, self._io)
-        b, dtype, transport = plan.batch, plan.cache_dtype, plan.transport or "copy"
+        b, transport = plan.batch, plan.transport or "copy"
         each = range(plan.layers)
         wanted = jnp.dtype(choice.summary_dtype)
         columns = query_columns(plan.attention, program.geometry.heads * program.geometry.head_dim)
         self._queries = [query_weights(params, program.geometry, columns).astype(wanted) for params in layers]
         self._adapters = [jax.tree.map(put, part) for part in directions(plan, adapter)]
         self._layout = slot_layout(plan)
-        self._pools: list[Parts] = [tuple(zeros(shape, plan.pool_dtype) for shape in plan.pool_shapes) for _ in each]
+        self._pools: list[Parts] = [
+            tuple(zeros(shape, plan.pool_dtype) for shape in plan.pool_shapes) for _ in each
+        ]
         self._rolling = [self._empty_rolling() for _ in each]
         self._keyed = stores_keys(choice)
         self._summary = [_empty_summary(plan) for _ in each]
