@@ -197,7 +197,8 @@ def test_spaces_keep_to_the_model() -> None:
 
 
 def plan_for(selection: Selection, **fields) -> Plan:
-    return make_plan(MODEL, cache="group", batch=2, max_context=4096, selection=selection, **fields)
+    sizes = {"batch": 2, "max_context": 4096, "group_tokens": 4}
+    return make_plan(MODEL, cache="group", selection=selection, **{**sizes, **fields})
 
 
 def test_a_step_s_time_is_put_together_from_its_parts() -> None:
