@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from benchmark_table import tables
 from contenders import RANDOM_DEPTH
 from floors import floors, growth
 from kept_runs import KeptRuns
+from outputs import check_json, make_directory
 from peers import Peer, PeerUnavailable, make_peer
 from plots import need_matplotlib
 from policies import SELECTIVE
@@ -147,18 +147,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _places(args: argparse.Namespace) -> Path:
     """Makes sure that all that is written later can be; returns the store's directory."""
-    if not os.access(args.json.parent, os.W_OK) or args.json.is_dir():
-        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    check_json(args.json)
     store_dir = args.store_dir or default_store_dir()
     places = {"--store-dir": store_dir}
     if args.plots is not None:
         need_matplotlib()
         places["--plots"] = args.plots
     for flag, directory in places.items():
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make {directory}: {error.strerror}; choose another {flag}") from None
+        make_directory(directory, flag)
     return store_dir
 
 

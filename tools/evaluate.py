@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from evaluation_flags import make_parser
 from evaluation_plots import plot_report, terminal_plots
 from evaluation_table import table
 from needle_task import answer_questions
+from outputs import check_json, make_directory
 from parts import Parts
 from plots import need_matplotlib
 from policies import Choices, given_by_policy, policy_plan, sized
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, say: Talk) -> dict[str, Any]:
     _check_outputs(args)
     texts = read_texts(args.texts, "--texts")
     store_dir = args.store_dir or default_store_dir()
-    _make(store_dir, "--store-dir")
+    make_directory(store_dir, "--store-dir")
     platform = jax.default_backend()
     dtype: DType = args.dtype or ("float32" if platform == "cpu" else "bfloat16")
     with contextlib.ExitStack() as stack:
@@ -155,18 +155,11 @@ def _result(args: argparse.Namespace, bench: Bench, texts: Mapping[str, str]) ->
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raises UsageError if the report or its plots could not be written after all the work."""
-    if args.json is not None and (not os.access(args.json.parent, os.W_OK) or args.json.is_dir()):
-        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    if args.json is not None:
+        check_json(args.json)
     if args.plots is not None:
         need_matplotlib()
-        _make(args.plots, "--plots")
-
-
-def _make(directory: Path, flag: str) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {directory}: {error.strerror}; choose another {flag}") from None
+        make_directory(args.plots, "--plots")
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

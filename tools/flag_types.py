@@ -1,10 +1,12 @@
-"""Types of command-line flags that several tools have."""
+"""Command-line flags, and types of them, that several tools have."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from swapkv_jax.store_paths import cache_home
 
 
 def count(text: str) -> int:
@@ -41,3 +43,26 @@ def names(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
         return list(dict.fromkeys(given))
 
     return parse
+
+
+def nats(text: str) -> float:
+    """A positive number of nats."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
+    return value
+
+
+def add_tables_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--tables` and `--fresh`, of tools that keep the tuner's measurements."""
+    parser.add_argument(
+        "--tables",
+        type=Path,
+        default=cache_home() / "swapkv_jax" / "tuner",
+        metavar="DIR",
+        help="where measurements and prefills are kept (default: in the user's cache)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure everything anew")

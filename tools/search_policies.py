@@ -11,7 +11,6 @@ Per policy: walks to the setting that loses least against `resident`, then to th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from flag_types import count, names, paths
+from flag_types import add_tables_flags, count, names, nats, paths
+from outputs import check_json, make_directory
 from policies import parse_fraction
 from policy_space import AXES, Setting, Space
 from policy_trials import Bench, Trials, compiled_once
@@ -32,7 +32,7 @@ from swapkv_jax.calibration import default_text
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Geometry
 from swapkv_jax.planner import parse_size
-from swapkv_jax.store_paths import cache_home, default_store_dir
+from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 from swapkv_jax.tiers.throttled import PROFILES, storage_profile
 from swapkv_jax.tuner.search import Walker, among_the_fastest, fastest, least_loss
@@ -64,13 +64,9 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
     Raises:
       SwapKVError: flags that cannot work, a model or tier that fails.
     """
-    if not os.access(args.json.parent, os.W_OK) or args.json.is_dir():
-        raise UsageError(f"cannot write {args.json}; give --json a file in a directory that is writable")
+    check_json(args.json)
     store_dir, tables = args.store_dir or default_store_dir(), Tables(args.tables, fresh=args.fresh)
-    try:
-        store_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {store_dir}: {error.strerror}; choose another --store-dir") from None
+    make_directory(store_dir, "--store-dir")
     with say.bars() as progress:
         model = load_model(args.model, args.dtype, progress)
     texts = read_texts(args.texts, "--texts") if args.texts else {"default": default_text()}
@@ -217,16 +213,6 @@ def _told(policy: str, trials: Trials, say: Talk) -> Callable[[Setting, float, f
 # ---- flags ---------------------------------------------------------------------------------------------
 
 
-def _bound(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="search_policies.py",
@@ -249,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         help="least-loss, which is always searched, and fastest, which needs a machine that does nothing else "
         "(default both)",
     )
-    add("--loss", type=_bound, default=0.1, metavar="NATS", help="bound of the fastest (default 0.1)")
+    add("--loss", type=nats, default=0.1, metavar="NATS", help="bound of the fastest (default 0.1)")
     add("--limit", type=count, default=40, metavar="N", help="most settings tried, per policy and goal (40)")
     add("--json", type=Path, required=True, metavar="OUT", help="what --settings of other tools takes")
     add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or smollm2-135m")
@@ -261,14 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", type=paths, metavar="FILE[,FILE]", help="real texts (default: Python's help topics)")
     add("--storage-profile", choices=tuple(PROFILES), help="read as if from this disk")
     add("--store-dir", type=Path, metavar="DIR", help="where engines keep KV while they run")
-    add(
-        "--tables",
-        type=Path,
-        default=cache_home() / "swapkv_jax" / "tuner",
-        metavar="DIR",
-        help="where measurements and prefills are kept (default: in the user's cache)",
-    )
-    add("--fresh", action="store_true", help="measure everything anew")
+    add_tables_flags(parser)
     add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
     return parser
 

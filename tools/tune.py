@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flag_types import count, counts, paths
+from flag_types import add_tables_flags, count, counts, nats, paths
+from outputs import make_directory
 from tune_check import check
 from windows import cut_windows, read_texts
 
@@ -31,7 +32,7 @@ from swapkv_jax.models import Model
 from swapkv_jax.plan import Plan
 from swapkv_jax.plan_files import Numbers, PlanFile
 from swapkv_jax.planner import parse_size
-from swapkv_jax.store_paths import cache_home, default_store_dir
+from swapkv_jax.store_paths import default_store_dir
 from swapkv_jax.talk import Talk
 from swapkv_jax.tiers.throttled import PROFILES, storage_profile
 from swapkv_jax.tuner.choice import Choice, Space
@@ -67,10 +68,7 @@ def run(args: argparse.Namespace, say: Talk) -> PlanFile:
     """
     started = time.perf_counter()
     store_dir, tables = args.store_dir or default_store_dir(), Tables(args.tables, fresh=args.fresh)
-    try:
-        store_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {store_dir}: {error.strerror}; choose another --store-dir") from None
+    make_directory(store_dir, "--store-dir")
     with say.bars() as progress:
         model = load_model(args.model, args.dtype, progress)
     max_context = args.max_context or model.geometry.context_limit
@@ -197,16 +195,6 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _bound(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tune.py",
@@ -227,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--loss",
-        type=_bound,
+        type=nats,
         default=0.05,
         metavar="NATS",
         help="most divergence per token from attending everything, on the texts given (default 0.05)",
@@ -243,14 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=count, default=8192, metavar="N", help="tokens of each, at most (default 8192)")
     add("--tokens", type=count, default=32, metavar="N", help="that are decoded after them (default 32)")
     add("--store-dir", type=Path, metavar="DIR", help="on the disk to plan for, unless a profile is")
-    add(
-        "--tables",
-        type=Path,
-        default=cache_home() / "swapkv_jax" / "tuner",
-        metavar="DIR",
-        help="where measurements and prefills are kept (default: in the user's cache)",
-    )
-    add("--fresh", action="store_true", help="measure everything anew")
+    add_tables_flags(parser)
     add("--out", type=Path, metavar="FILE", help="the plan (default: in plans/, named for model and device)")
     add("--check", action="store_true", help="then hold predictions against engines at other points")
     add("--quiet", action="store_true", help="nothing on stderr but errors and warnings")
