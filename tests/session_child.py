@@ -62,6 +62,8 @@ def main() -> None:
                 new = int(total) - len(tokens)
                 for _ in engine.generate([tokens], max_new_tokens=new, ignore_eos=True, sessions=[session]):
                     pass
+            else:  # killed after its last commit, and before it could say so
+                print(f"committed {session.stored}", flush=True)
 
     with (
         patch.object(Session, "commit", told),
