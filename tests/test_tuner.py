@@ -211,11 +211,11 @@ def test_a_step_s_time_is_put_together_from_its_parts() -> None:
     load = graphs["load"](Shape(batch=2, records=32, record_bytes=plan.stride_bytes))
     read = 20 * (1e-4 + plan.stride_bytes / 1e9)
     assert read > layer
-    step = step_time(plan, misses, 1, GRAPHS, disk, HostWork(layer=1e-4, miss=1e-5))
+    step = step_time(plan, misses, 1, GRAPHS, disk, HostWork(layer=1e-4, row=2e-5, miss=1e-5))
     assert step.compute == pytest.approx(4 * layer + 4 * load / 2 + graphs["head"](shape))
     assert step.read == pytest.approx(4 * read / 2)
     assert step.exposed == pytest.approx(4 * (read - layer) / 2)
-    assert step.host == pytest.approx(4 * 1e-4 + 4 * 20 * 1e-5 / 2)
+    assert step.host == pytest.approx(4 * (1e-4 + 2 * 2e-5) + 4 * 20 * 1e-5 / 2)
     assert step.total == pytest.approx(step.compute + step.exposed + step.host)
 
 
@@ -234,14 +234,14 @@ def test_what_hides_reads() -> None:
 
 
 def test_host_work_is_found_again() -> None:
-    disk, work = DescribedDisk(bandwidth=1e9), HostWork(layer=3e-4, miss=2e-5)
-    plan = plan_for(Selection(selected_groups=96, reuse_slots=128, rank=32))
+    disk, work = DescribedDisk(bandwidth=1e9), HostWork(layer=3e-4, row=5e-5, miss=2e-5)
     timed = []
-    for misses in (3.0, 12.0, 40.0):
-        seconds = step_time(plan, [[misses] * 4], 2, GRAPHS, disk, work).total
+    for batch, misses in ((1, 3.0), (1, 12.0), (2, 12.0), (8, 40.0)):
+        plan = plan_for(Selection(selected_groups=96, reuse_slots=128, rank=32), batch=batch)
+        seconds = step_time(plan, [[misses] * 4], batch, GRAPHS, disk, work).total
         timed.append((plan, Steps(seconds=seconds, misses=misses)))
     fitted = fit_host_work(timed, GRAPHS, disk)
-    assert (fitted.layer, fitted.miss) == (pytest.approx(work.layer), pytest.approx(work.miss))
+    assert msgspec.structs.astuple(fitted) == pytest.approx(msgspec.structs.astuple(work))
 
 
 def test_graph_times_are_fitted_and_never_negative() -> None:

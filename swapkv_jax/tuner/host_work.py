@@ -1,4 +1,4 @@
-"""What the host itself does per layer and per missed group, by the difference of real steps to their graphs."""
+"""What a step takes per layer, row and missed group beyond its graphs, by the difference of real steps to them."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def fit_host_work(timed: Sequence[tuple[Plan, Steps]], graphs: GraphModel, disk:
     for plan, steps in timed:
         misses = [[steps.misses] * plan.layers]
         known = step_time(plan, misses, plan.batch, graphs, disk, HostWork())
-        rows.append([plan.layers, plan.layers * steps.misses])
+        rows.append([plan.layers, plan.layers * plan.batch, plan.layers * steps.misses])
         rest.append(steps.seconds - known.total)
     features, beyond = np.array(rows), np.array(rest)
     scale = np.array([steps.seconds for _, steps in timed])
-    (layer, miss), _ = nnls(features / scale[:, None], np.maximum(beyond, 0) / scale)
-    return HostWork(layer=float(layer), miss=float(miss))
+    (layer, row, miss), _ = nnls(features / scale[:, None], np.maximum(beyond, 0) / scale)
+    return HostWork(layer=float(layer), row=float(row), miss=float(miss))

@@ -239,14 +239,19 @@ class Tuner:
 
     @cached_property
     def host_work(self) -> HostWork:
-        """The host's own work, from a few steps of engines on the calibration text."""
-        choice = Choice(group_tokens=4, selected_tokens=384, kept=1.5, rank=min(64, self._key_size))
-        batches = (1, max(2, min(4, self.goal.batch)))
-        key = [self._machine, self._text_digest, self.plan(choice).cache_dtype, choice, batches]
+        """The host's own work, from a few steps of engines on the calibration text: of a choice that reads much and
+        of one that reads little, at a few batches."""
+        few, most, rank = min(self.adapters), max(self.adapters), min(64, self._key_size)
+        choices = [
+            Choice(group_tokens=few, selected_tokens=384, kept=1.5, rank=rank),
+            Choice(group_tokens=most, selected_tokens=512, kept=2.0, rank=rank, refresh=2),
+        ]
+        batches = sorted({1, 2, max(2, self.goal.batch)})
+        key = [self._machine, self._text_digest, self.plan(choices[0]).cache_dtype, choices, batches]
         found = self._tables.find("host", key, HostWork)
         if found is None:
             curve, _ = ensure_disk_curve(self.store_dir, self._progress)
-            timed = [self.run_engine(choice, batch) for batch in batches]
+            timed = [self.run_engine(choice, batch) for choice in choices for batch in batches]
             found = fit_host_work(timed, self.graphs, curve)
             self._tables.keep("host", key, found)
         return found
