@@ -22,9 +22,9 @@ from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
-from swapkv_jax.slot_layouts import slot_layout
+from swapkv_jax.slot_layouts import seen_as, slot_layout
 from swapkv_jax.strategies.named import shadowkv_of, strategy_of
-from swapkv_jax.strategies.sizes import Part, has_adapter, stores_keys, summary_parts
+from swapkv_jax.strategies.sizes import has_adapter, stores_keys, summary_parts
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,20 @@ class GroupGraphs:
     """One layer's graphs; every layer runs through the same ones.
 
     `load[n]`: see `load_groups`. `summarise`: see `group_summarise`. `predict`, `segment`: see
-    `group_predict` and `group_segment`.
+    `group_predict` and `group_segment`. `between`: the segment of steps after which nothing is selected anew, where
+    `segment` would select.
     """
 
     load: dict[int, Graph]
     summarise: Graph
     predict: Graph
     segment: Graph
+    between: Graph | None
 
     @property
     def all(self) -> tuple[Graph, ...]:
-        return (self.segment, self.predict, *self.load.values())
+        between = () if self.between is None else (self.between,)
+        return (self.segment, *between, self.predict, *self.load.values())
 
 
 def compile_group_graphs(
@@ -55,10 +58,7 @@ def compile_group_graphs(
     pool = tuple(Shape(shape, jnp.dtype(plan.pool_dtype)) for shape in plan.pool_shapes)
     rolling = tuple(Shape(shape, kv_dtype) for shape in plan.rolling_shapes)
     keyed = stores_keys(choice)
-    parts = summary_parts(plan)
-    summary = (
-        {name: _shape(part) for name, part in parts.items()} if isinstance(parts, dict) else _shape(parts)
-    )
+    view = _SummaryView(plan)
     adapter = Shape((plan.kv_heads * plan.head_dim, choice.rank), jnp.float32) if has_adapter(choice) else ()
     ids = Shape((b, choice.selected_groups), jnp.int32)
     x, lengths, scalar = Shape((b, geometry.hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
@@ -66,14 +66,24 @@ def compile_group_graphs(
     columns = query_columns(plan.attention, geometry.heads * geometry.head_dim)
     queries = Shape((geometry.hidden, columns), jnp.dtype(choice.summary_dtype))
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
-    state = [rolling, summary, *([ids] if choice.lookahead == "step" else [])]
+    by_step = choice.lookahead == "step"
+
+    def make_segment(*, selects: bool) -> Graph:
+        state = [rolling, view.held, *([ids] if selects else [])]
+        return make(
+            "segment" if selects == by_step else "between",
+            group_segment(plan, block, selects=selects),
+            [block.params, adapter, x, pool, used, lengths, ids, *state],
+            (2, *range(7, 7 + len(state))),
+        )
+
     load = {}
     for n in choice.load_buckets:
         places = Shape((n,), jnp.int32)
         load[n] = make(
             "load",
             load_groups(plan, block),
-            [pool, Shape((n, values), kv_dtype), places, places, *([] if keyed else [places, summary])],
+            [pool, Shape((n, values), kv_dtype), places, places, *([] if keyed else [places, view.held])],
             (0,),
         )
     return GroupGraphs(
@@ -81,36 +91,49 @@ def compile_group_graphs(
         summarise=make(
             "summarise",
             group_summarise(plan, block),
-            [summary, adapter, k_row, scalar, *([] if keyed else [scalar])],
+            [view.held, adapter, k_row, scalar, *([] if keyed else [scalar])],
             (0,),
         ),
         predict=make(
             "predict",
             group_predict(plan, block),
-            [block.params, queries, adapter, x, summary, lengths, ids],
+            [block.params, queries, adapter, x, view.held, lengths, ids],
             (6,),
         ),
-        segment=make(
-            "segment",
-            group_segment(plan, block),
-            [block.params, adapter, x, pool, used, lengths, ids, *state],
-            (2, *range(7, 7 + len(state))),
-        ),
+        segment=make_segment(selects=by_step),
+        between=make_segment(selects=False) if by_step and max(choice.refresh, default=1) > 1 else None,
     )
 
 
 def group_summarise(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
     """The summary with a prefilled row's keys in it: (summary, adapter, k, row) → summary. See `Strategy.fill`."""
-    strategy = strategy_of(plan, block)
+    strategy, view = strategy_of(plan, block), _SummaryView(plan)
 
     def summarise_row(summary, adapter, k, row, *length):
-        return strategy.fill(summary, adapter, k, row, *length)
+        return view.hold(strategy.fill(view.see(summary), adapter, k, row, *length))
 
     return summarise_row
 
 
-def _shape(part: Part) -> jax.ShapeDtypeStruct:
-    return Shape(part.shape, jnp.dtype(part.dtype))
+class _SummaryView:
+    """One layer's summary as it is held on the device between graphs and as strategies see it, see
+    `Plan.held_dtype`. `held` has the shapes that graphs take and give."""
+
+    def __init__(self, plan: Plan):
+        parts = summary_parts(plan)
+        apart = parts if isinstance(parts, dict) else {"": parts}
+        shapes = {name: Shape(part.shape, jnp.dtype(part.dtype)) for name, part in apart.items()}
+        held = {
+            name: Shape(part.shape, jnp.dtype(plan.held_dtype(part.dtype))) for name, part in apart.items()
+        }
+        self._seen: Any = shapes if isinstance(parts, dict) else shapes[""]
+        self.held: Any = held if isinstance(parts, dict) else held[""]
+
+    def see(self, summary: Any) -> Any:
+        return jax.tree.map(lambda part, like: seen_as(part, like.dtype), summary, self._seen)
+
+    def hold(self, summary: Any) -> Any:
+        return jax.tree.map(lambda part, like: seen_as(part, like.dtype), summary, self.held)
 
 
 def load_groups(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
@@ -119,26 +142,29 @@ def load_groups(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
     layout = slot_layout(plan)
     if stores_keys(selection_of(plan)):
         return layout.load
-    strategy = shadowkv_of(plan, block)
+    strategy, view = shadowkv_of(plan, block), _SummaryView(plan)
 
     def load(pool, records, rows, slots, groups, summary):
-        return layout.load(pool, strategy.whole_records(records, rows, groups, summary), rows, slots)
+        return layout.load(
+            pool, strategy.whole_records(records, rows, groups, view.see(summary)), rows, slots
+        )
 
     return load
 
 
-def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) -> Callable[..., Any]:
+def group_segment(
+    plan: Plan, block: BlockFunctions, *, selects: bool, interpret: Any = False
+) -> Callable[..., Any]:
     """One layer's step: (params, adapter, x, pool, used, lengths, after, rolling, summary) → x, rolling, summary.
 
     `after` [B, M] is there to be waited for: the selection for the next layer, whose reads should run beside this
-    graph, must not share the processor with it. Under `step` lookahead the graph also takes and gives `ids` [B, M],
-    the groups that the next step should attend.
+    graph, must not share the processor with it.
 
     Args:
+      selects: also takes and gives `ids` [B, M], the groups that the next step should attend (`step` lookahead).
       interpret: interprets the plan's attention kernel, for tests off its platform.
     """
-    selects = selection_of(plan).lookahead == "step"
-    layout, strategy = slot_layout(plan, interpret), strategy_of(plan, block)
+    layout, strategy, view = slot_layout(plan, interpret), strategy_of(plan, block), _SummaryView(plan)
 
     def segment(params: Params, adapter, x, pool, used, lengths, after, rolling, summary, *ids):
         del after, ids  # given for their order and memory alone
@@ -148,11 +174,11 @@ def group_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) 
         x = block.finish(params, x, layout.attend(q, pool, used, rolling, newest))
         # The write comes before the read, so that XLA can do it in place.
         keys = None if plan.place_tokens == 1 else layout.keys(rolling).astype(k_new.dtype)
-        summary = strategy.advance(summary, adapter, k_new, keys, lengths)
+        summary = strategy.advance(view.see(summary), adapter, k_new, keys, lengths)
         if not selects:
-            return x, rolling, summary
+            return x, rolling, view.hold(summary)
         ids = _select(plan, block, q, adapter, summary, lengths + 1)
-        return x, rolling, summary, ids
+        return x, rolling, view.hold(summary), ids
 
     return segment
 
@@ -164,10 +190,12 @@ def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
     the selection is exact but for that; with the input of the layer before it is the paper's approximation.
     """
 
+    view = _SummaryView(plan)
+
     def predict(params: Params, queries, adapter, x, summary, lengths, ids):
         del ids  # given for their memory alone
         q = block.queries(params, queries, x, lengths, lengths + 1)
-        return _select(plan, block, q, adapter, summary, lengths)
+        return _select(plan, block, q, adapter, view.see(summary), lengths)
 
     return predict
 

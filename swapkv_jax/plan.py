@@ -106,9 +106,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def pool_dtype(self) -> str:
-        """The dtype that slots of policy `group` are held as: `cache_dtype`, or on a CPU its bits. A CPU's XLA has no
-        arithmetic of 16 bits, and to write one record would convert all slots to float32 and back."""
-        return "uint16" if self.transport == "alias" and self.itemsize == 2 else self.cache_dtype
+        """The dtype that slots of policy `group` are held as."""
+        return self.held_dtype(self.cache_dtype)
+
+    def held_dtype(self, dtype: str) -> str:
+        """What device buffers of `dtype` that graphs write a little of are held as: the same, or on a CPU the bits of
+        a 16-bit one. A CPU's XLA has no arithmetic of 16 bits: to write one record it would convert all slots to
+        float32 and back, and copy them all where only the graph sees them as bits."""
+        return "uint16" if self.transport == "alias" and ITEMSIZE.get(dtype) == 2 else dtype
 
     @property
     def itemsize(self) -> int:

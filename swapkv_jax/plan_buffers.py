@@ -100,7 +100,7 @@ def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
             yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
         for name, part in summary.items() if isinstance(summary, dict) else [("", summary)]:
             where = f"summary.{name}.{i}" if name else f"summary.{i}"
-            yield Buffer(name=where, shape=part.shape, dtype=part.dtype, tier="device")
+            yield Buffer(name=where, shape=part.shape, dtype=plan.held_dtype(part.dtype), tier="device")
         yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
         queries = (g.hidden, query_columns(plan.attention, g.heads * g.head_dim))

@@ -39,7 +39,7 @@ class SlotLayout(abc.ABC):
         Returns: the pool, and the staging memory's fence, which is ready when the records have been read.
         """
 
-        records = _seen_as(records, pool[0].dtype)
+        records = seen_as(records, pool[0].dtype)
 
         def one_by_one(pool: Parts, records: jax.Array) -> Parts:
             def put(i: Int[Array, ""], pool: Parts) -> Parts:
@@ -135,7 +135,7 @@ class ApartSlots(SlotLayout):
     def _attend(
         self, q: jax.Array, pool: Parts, used: jax.Array, rolling: Parts, newest: jax.Array
     ) -> jax.Array:
-        seen = (_seen_as(part, rolling[0].dtype) for part in pool)
+        seen = (seen_as(part, rolling[0].dtype) for part in pool)
         pool_k, pool_v, rolling_k, rolling_v = (part.astype(q.dtype) for part in (*seen, *rolling))
         tokens = self._tokens
         scale = q.shape[-1] ** -0.5
@@ -204,7 +204,7 @@ class PackedSlots(SlotLayout):
         from swapkv_jax.kernels.gather_attention import gather_attention  # pyright: ignore[reportMissingImports]
 
         slots, valid = self._slots(used)
-        kv = _seen_as(pool[0], rolling[0].dtype)
+        kv = seen_as(pool[0], rolling[0].dtype)
         out, _ = gather_attention(
             q.astype(kv.dtype),
             kv,
@@ -254,8 +254,8 @@ class PackedSlots(SlotLayout):
         return (pool[0].at[rows, :, slots].set(groups, mode="promise_in_bounds"),)
 
 
-def _seen_as(values: jax.Array, dtype: Any) -> jax.Array:
-    """The same bits as another dtype of as many; see `Plan.pool_dtype`."""
+def seen_as(values: jax.Array, dtype: Any) -> jax.Array:
+    """The same bits as another dtype of as many; see `Plan.held_dtype`."""
     return values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
 
 

@@ -369,8 +369,8 @@ def slow_graphs(consumer: str, rounds: int, plan: Plan, geometry: Geometry) -> G
         load = load_groups(*arguments)
         return lambda pool, records, *where: load(pool, late(records, rounds), *where)
 
-    def segment_of(*arguments: Any) -> Any:
-        segment = group_segment(*arguments)
+    def segment_of(*arguments: Any, **options: Any) -> Any:
+        segment = group_segment(*arguments, **options)
 
         def slow(params: Any, adapter: Any, x: Any, *buffers: Any) -> Any:
             pool, used, lengths, after, rolling, *rest = buffers

@@ -93,7 +93,8 @@ def _segment(attention: Attention, items: tuple[tuple[str, Any], ...]) -> tuple[
     plan, model = plan_of(attention, dict(items))
     block = split_block(model, plan.dtype)
     interpret = INTERPRETED.get(attention, False)
-    return plan, block, jax.jit(group_graphs.group_segment(plan, block, interpret=interpret))
+    selects = group_graphs.selection_of(plan).lookahead == "step"
+    return plan, block, jax.jit(group_graphs.group_segment(plan, block, selects=selects, interpret=interpret))
 
 
 def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used: list[int]) -> None:

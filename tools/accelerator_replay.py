@@ -44,7 +44,7 @@ def check_graphs(plans: Mapping[str, Plan], geometry: Geometry) -> Iterator[Find
     for label, plan in plans.items():
         specs = decode_specs(plan, geometry, (Sampling(),))
         graphs = [
-            checker.check(name, spec, kernel=plan.attention != "xla" and spec.name == "segment")
+            checker.check(name, spec, kernel=plan.attention != "xla" and spec.name in ("segment", "between"))
             for name, spec in zip(names(specs), specs, strict=True)
         ]
         problems = [f"{graph.name}: {problem}" for graph in graphs for problem in graph.to_dict()["failures"]]

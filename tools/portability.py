@@ -237,7 +237,7 @@ def _row(
         specs = decode_specs(plan, geometry, SAMPLINGS)
         for name, spec in zip(names(specs), specs, strict=True):
             file = f"{chosen.name}.{label.replace('/', '-')}.{name}.{target.platform}.jax_export"
-            kernel = plan.attention != "xla" and spec.name == "segment"
+            kernel = plan.attention != "xla" and spec.name in ("segment", "between")
             graphs.append(checker.check(name, spec, kernel=kernel, artefact=artefacts and artefacts / file))
     weights, memory = weight_bytes(geometry, plan.dtype), plan.memory(geometry)
     needed = memory.device + memory.prefill + weights

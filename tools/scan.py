@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from swapkv_jax import Engine
+from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.staging import put
 
 _MORE_THAN_CACHES = 256 << 20
@@ -29,7 +30,10 @@ def scan_seconds(engine: Engine) -> float:
 
     def random(name: str) -> jax.Array:
         buffer = shapes[name]
-        return put(rng.standard_normal(buffer.shape, np.float32).astype(buffer.dtype))
+        values = rng.standard_normal(buffer.shape, np.float32)
+        if buffer.dtype == "uint16":  # the bits of a summary in 16
+            return put(values.astype(selection_of(plan).summary_dtype).view(np.uint16))
+        return put(values.astype(buffer.dtype))
 
     x, queries = random("x"), random("queries.0")
     adapter = random("adapter.0") if "adapter.0" in shapes else ()

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, say: Talk) -> PlanFile:
         predicted=promised(
             tuner, found.choice, args.storage_profile or f"as measured, up to {here.best / 1e9:.1f} GB/s"
         ),
-        note=f"tuned on {len(found.measured)} choices in {time.perf_counter() - started:.0f} s",
+        note=f"tuned on {len(found.measured)} choices",
         plan=plan,
     )
     out = args.out or PLANS / f"{_file_name(model, result.device, plan, args.storage_profile)}.json"
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, say: Talk) -> PlanFile:
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}; choose another --out") from None
     print(_table(result, found.choice))
-    say(f"written to {out}")
+    say(f"written to {out} after {time.perf_counter() - started:.0f} s")
     if args.check:
         with say.bars() as progress:
             print(check(tuner, found, here, profile))

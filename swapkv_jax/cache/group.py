@@ -32,7 +32,7 @@ from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.strategies.adapters import directions
-from swapkv_jax.strategies.sizes import stores_keys, summary_parts
+from swapkv_jax.strategies.sizes import Part, stores_keys, summary_parts
 from swapkv_jax.tiers import DiskStore
 from swapkv_jax.trace import span
 
@@ -41,10 +41,12 @@ KEEP_BATCH = 64  # records written at a time by prefill
 
 def _empty_summary(plan: Plan) -> Any:
     """One layer's, as the strategy's graphs take it."""
+
+    def empty(part: Part) -> jax.Array:
+        return zeros(part.shape, plan.held_dtype(part.dtype))
+
     parts = summary_parts(plan)
-    if isinstance(parts, dict):
-        return {name: zeros(*part) for name, part in parts.items()}
-    return zeros(*parts)
+    return {name: empty(part) for name, part in parts.items()} if isinstance(parts, dict) else empty(parts)
 
 
 @dataclass
@@ -220,9 +222,12 @@ class GroupCache(OffloadCache):
         used = self._used[layer].device
         after = self._no_ids if following is None else self._ids[following]
         state = (self._rolling[layer], self._summary[layer])
-        if self._choice.lookahead == "step":
+        segment = self._graphs.segment
+        if self._graphs.between is not None and not self._due(layer, self._step + 1):
+            segment = self._graphs.between
+        elif self._choice.lookahead == "step":
             state = (*state, self._ids[layer])
-        x, *state = self._graphs.segment(
+        x, *state = segment(
             params, self._adapters[layer], x, self._pools[layer], used, lengths, after, *state
         )
         self._rolling[layer], self._summary[layer], *ids = state

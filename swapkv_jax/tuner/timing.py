@@ -28,8 +28,11 @@ def time_graph(spec: GraphSpec) -> float:
     rng = np.random.default_rng(0)
 
     def random(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        if jax.numpy.issubdtype(shape.dtype, np.floating):
-            return (0.02 * rng.standard_normal(shape.shape, np.float32)).astype(shape.dtype)
+        as_bits = shape.dtype == np.uint16  # numbers of 16 bits, see `Plan.held_dtype`
+        if as_bits or jax.numpy.issubdtype(shape.dtype, np.floating):
+            dtype = jax.numpy.bfloat16 if as_bits else shape.dtype
+            values = (0.02 * rng.standard_normal(shape.shape, np.float32)).astype(dtype)
+            return values.view(shape.dtype)
         return np.zeros(shape.shape, shape.dtype)
 
     host = [jax.tree.map(random, argument) for argument in spec.arguments]
