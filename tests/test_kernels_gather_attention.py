@@ -51,7 +51,7 @@ kernels_slowly = pytest.mark.parametrize(
 def small_tiles() -> Iterator[None]:
     """Three or four slots are a step already, so that few slots make several steps."""
     tpu = patch("swapkv_jax.kernels.gather_attention.mosaic_tpu.SLOT_BYTES", 2 * 16 * 1024)
-    gpu = patch("swapkv_jax.kernels.gather_attention.mosaic_gpu.REGISTERS", 16)
+    gpu = patch("swapkv_jax.kernels.gather_attention.mosaic_gpu.step_tokens", lambda dim: 16)
     hopper = patch("swapkv_jax.kernels.gather_attention.mosaic_hopper.STEP", 32)
     with tpu, gpu, hopper:
         yield

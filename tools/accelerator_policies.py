@@ -71,7 +71,7 @@ def planners(sizes: Sizes) -> dict[str, Plan]:
         "resident": _plan(sizes, cache="resident"),
         "layer/dram": _plan(sizes, cache="layer", tier="dram"),
         "layer/disk": _plan(sizes, cache="layer", tier="disk"),
-        "group": _plan(sizes, cache="group"),
+        "group": _group_plan(sizes),
     }
 
 
@@ -80,8 +80,13 @@ def plans(sizes: Sizes) -> dict[str, Plan]:
     made = planners(sizes)
     for attention, _ in backends(interpreted=False):
         if attention != made["group"].attention:
-            made[f"group/{attention}"] = _plan(sizes, cache="group", attention=attention)
+            made[f"group/{attention}"] = _group_plan(sizes, attention=attention)
     return made
+
+
+def _group_plan(sizes: Sizes, **choices: Any) -> Plan:
+    """With KV in the model's dtype: what is compared is the policy and its kernels, not what rounding loses."""
+    return _plan(sizes, cache="group", kv_dtype=sizes.dtype, **choices)
 
 
 def _plan(sizes: Sizes, **choices: Any) -> Plan:

@@ -59,7 +59,7 @@ _OF_ALL: Axes = {
     "outliers": (0.0,),
     "aggregate": ("sum", "softmax"),
     "lookahead": ("layer", "step"),
-    "refresh": (1, 2),
+    "refresh": (1, 2, 4),
 }
 AXES: Mapping[str, Axes] = {
     "group": {**_OF_ALL, "group_tokens": (2, 4, 8, 16), "rank": (8, 16, 24, 32, 48, 64, 96)},
