@@ -142,7 +142,10 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     slots = {"physical_layers": plan.physical_layers and 2, "staging_slots": plan.staging_slots and 2}
     group: dict[str, Any] = {}
     if plan.selection is not None:
-        choice = msgspec.structs.replace(plan.selection, replacement="lru", attended="kept", refresh=())
+        given = plan.selection
+        rarer = given.lookahead == "step" and max(given.refresh, default=1) > 1  # has a graph more
+        refresh = (2,) * plan.layers if rarer else ()
+        choice = msgspec.structs.replace(given, replacement="lru", attended="kept", refresh=refresh)
         if plan.group_tokens == 1 and choice.strategy_name == "kvswap":  # a token and the mean of one
             choice = msgspec.structs.replace(choice, summary="group")
         if choice.strategy_name == "infinigen":  # directions are arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -271,8 +272,30 @@ def test_rarer_selections(
             steps += layer == plan.layers - 1
 
         watch_landings(cache, check)
+        runs = count_segments(cache)
         decode(engine, prompts_of(*LENGTHS), NEW)
         assert steps == NEW - 1
+    segments = plan.layers * steps
+    # Under `step` lookahead a segment selects, or not, for the step after it.
+    due = sum((step + layer) % refresh[layer] == 0 for step in range(1, NEW) for layer in range(plan.layers))
+    selecting = due if lookahead == "step" else segments
+    assert runs == {"segment": selecting, "between": segments - selecting}
+
+
+def count_segments(cache: GroupCache) -> dict[str, int]:
+    """How often each kind of segment has run since, once something has decoded."""
+    graphs, runs = cache._graphs, {"segment": 0, "between": 0}
+
+    def counted(name: str, graph: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            runs[name] += 1
+            return graph(*arguments)
+
+        return None if graph is None else run
+
+    segments = {name: counted(name, getattr(graphs, name)) for name in runs}
+    cache._graphs = dataclasses.replace(graphs, **segments)
+    return runs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
