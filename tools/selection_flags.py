@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from flag_types import count
 
-from swapkv_jax.planner import SELECTION
+from swapkv_jax.planner import GROUP_SIZE, SELECTION
 from swapkv_jax.selection import Selection
 
 _BY_POLICY = ("strategy", "outlier_groups")  # not of `group`, see `policies`
@@ -35,7 +35,9 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
         else:
             parse = functools.partial(parse_value, hint=hint)
             parser.add_argument(*names, dest=field, type=parse, metavar=_metavar(hint), help=helped)
-    parser.add_argument("--group-tokens", type=count, metavar="G", help="tokens per group (default 4)")
+    parser.add_argument(
+        "--group-tokens", type=count, metavar="G", help=f"tokens per group (default {GROUP_SIZE})"
+    )
     parser.add_argument(
         "--record-alignment",
         type=count,

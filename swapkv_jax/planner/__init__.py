@@ -3,7 +3,14 @@ for models and devices that need not be here. No JAX.
 """
 
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls, weight_bytes
-from swapkv_jax.planner.candidates import SELECTION, CacheChoice, Request, TierChoice, load_buckets
+from swapkv_jax.planner.candidates import (
+    GROUP_SIZE,
+    SELECTION,
+    CacheChoice,
+    Request,
+    TierChoice,
+    load_buckets,
+)
 from swapkv_jax.planner.choose import (
     MAX_OVERHEAD,
     Candidate,
@@ -18,6 +25,7 @@ from swapkv_jax.planner.explain import explain
 from swapkv_jax.planner.sizes import parse_rate, parse_seconds, parse_size
 
 __all__ = [
+    "GROUP_SIZE",
     "MAX_OVERHEAD",
     "NO_LIMITS",
     "SELECTION",

@@ -23,9 +23,8 @@ TierChoice = Literal["auto", "dram", "disk"]
 _LOADS = (8, 16, 32, 64, 96, 128, 256)  # records; a graph each
 # Under `layer` one slot is loaded while the next fills; under `step` reads run further ahead.
 _STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8}
-GROUP_SIZE = (
-    8  # a Hopper GPU's tensor cores take no less, and of 4 a CPU loses no less in the same memory (measured)
-)
+# A Hopper GPU's tensor cores take no less, and of 4 a CPU loses no less in the same memory (measured).
+GROUP_SIZE = 8
 _TPU_LANES = 128  # the last dimension of a TPU's tiles
 SELECTION = Selection(selected_groups=96, reuse_slots=166, rank=64)
 
