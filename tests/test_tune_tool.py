@@ -42,6 +42,15 @@ def test_bad_flags(
     assert message in capsys.readouterr().err
 
 
+def test_where_the_plan_cannot_be_written_is_said_first(
+    tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / "plan.json"
+    assert tune.main(["--memory", "1GiB", "--out", str(out), "--tables", str(tmp_path / "tables")]) == 2
+    assert f"cannot write {out}; give --out a file" in capsys.readouterr().err
+    assert not (tmp_path / "tables").exists(), "before anything was measured"
+
+
 @pytest.mark.slow
 def test_a_plan_is_tuned_checked_and_tuned_again_from_tables(
     tune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -175,7 +175,7 @@ def test_budgets_are_honoured(layers, kv_heads, repeat, head_dim, batch, context
 
 
 def test_a_bound_that_nothing_keeps_is_an_error_that_says_what_is_least() -> None:
-    with pytest.raises(PlanError, match="the least found is"):
+    with pytest.raises(PlanError, match=r"the least found is .* \(G \d+, M·G \d+, C/M .*\): allow that much"):
         search(SMALL, MadeUp(DISKS["nvme-1.8GBps"]), memory=1 << 40, loss=1e-6)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from swapkv_jax import UsageError
 
 
-def check_json(path: Path) -> None:
-    """Raises UsageError if a report could not be written at `path`, the value of `--json`."""
+def check_json(path: Path, flag: str = "--json") -> None:
+    """Raises UsageError if a report could not be written at `path`, the value of `flag`."""
     if not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise UsageError(f"cannot write {path}; give --json a file in a directory that is writable")
+        raise UsageError(f"cannot write {path}; give {flag} a file in a directory that is writable")
 
 
 def make_directory(directory: Path, flag: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 from flag_types import add_tables_flags, count, counts, nats, paths
-from outputs import make_directory
+from outputs import check_json, make_directory
 from tune_check import check
 from windows import cut_windows, read_texts
 
@@ -67,12 +67,18 @@ def run(args: argparse.Namespace, say: Talk) -> PlanFile:
         SwapKVError: flags that cannot work, nothing within the bounds, a model or tier that fails.
     """
     started = time.perf_counter()
+    if args.out is not None:
+        check_json(args.out, "--out")
     store_dir, tables = args.store_dir or default_store_dir(), Tables(args.tables, fresh=args.fresh)
     make_directory(store_dir, "--store-dir")
     with say.bars() as progress:
         model = load_model(args.model, args.dtype, progress)
     max_context = args.max_context or model.geometry.context_limit
     context = min(args.context, max_context - args.tokens)
+    if context < args.context:
+        say(
+            f"calibration prompts have {context} tokens, so that --tokens {args.tokens} more fit {max_context}"
+        )
     texts = read_texts(args.texts, "--texts") if args.texts else {"default": default_text()}
     windows = cut_windows(model, texts, args.rows, context, args.tokens)
     text = Text(

@@ -34,6 +34,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, order=True, forbid_unkno
     lookahead: Lookahead = "layer"
     refresh: int = 1
 
+    def __str__(self) -> str:
+        return (
+            f"G {self.group_tokens}, M·G {self.selected_tokens}, C/M {self.kept:g}, r {self.rank}, lookahead "
+            f"{self.lookahead}, refresh {self.refresh}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
