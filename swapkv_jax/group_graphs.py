@@ -24,7 +24,7 @@ from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import seen_as, slot_layout
 from swapkv_jax.strategies.named import shadowkv_of, strategy_of
-from swapkv_jax.strategies.sizes import has_adapter, stores_keys, summary_parts
+from swapkv_jax.strategies.sizes import has_adapter, map_parts, stores_keys
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,10 @@ class _SummaryView:
     `Plan.held_dtype`. `held` has the shapes that graphs take and give."""
 
     def __init__(self, plan: Plan):
-        parts = summary_parts(plan)
-        apart = parts if isinstance(parts, dict) else {"": parts}
-        shapes = {name: Shape(part.shape, jnp.dtype(part.dtype)) for name, part in apart.items()}
-        held = {
-            name: Shape(part.shape, jnp.dtype(plan.held_dtype(part.dtype))) for name, part in apart.items()
-        }
-        self._seen: Any = shapes if isinstance(parts, dict) else shapes[""]
-        self.held: Any = held if isinstance(parts, dict) else held[""]
+        def shapes(dtype_of: Callable[[str], str]) -> Any:
+            return map_parts(lambda part: Shape(part.shape, jnp.dtype(dtype_of(part.dtype))), plan)
+
+        self._seen, self.held = shapes(str), shapes(plan.held_dtype)
 
     def see(self, summary: Any) -> Any:
         return jax.tree.map(lambda part, like: seen_as(part, like.dtype), summary, self._seen)
@@ -189,7 +185,6 @@ def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
     `queries` are the layer's query weights, in the summary's dtype: scores need no more. With the layer's own input
     the selection is exact but for that; with the input of the layer before it is the paper's approximation.
     """
-
     view = _SummaryView(plan)
 
     def predict(params: Params, queries, adapter, x, summary, lengths, ids):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from accelerator_findings import Finding
 from portability_bytes import plan_bytes
-from portability_graph import Checker, names
+from portability_graph import Checker, holds_kernel, names
 from portability_targets import Kind, Target
 
 from swapkv_jax.models import Geometry
@@ -44,7 +44,7 @@ def check_graphs(plans: Mapping[str, Plan], geometry: Geometry) -> Iterator[Find
     for label, plan in plans.items():
         specs = decode_specs(plan, geometry, (Sampling(),))
         graphs = [
-            checker.check(name, spec, kernel=plan.attention != "xla" and spec.name in ("segment", "between"))
+            checker.check(name, spec, kernel=holds_kernel(plan, spec))
             for name, spec in zip(names(specs), specs, strict=True)
         ]
         problems = [f"{graph.name}: {problem}" for graph in graphs for problem in graph.to_dict()["failures"]]

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from flag_types import count
 from portability_bytes import plan_bytes
-from portability_graph import Checker, GraphReport, can_serialise, names
+from portability_graph import Checker, GraphReport, can_serialise, holds_kernel, names
 from portability_markdown import page
 from portability_models import DEFAULT_PLANS, MODELS, PLANS, Subject, plan_for, read_plan, subject
 from portability_table import table
@@ -237,8 +237,8 @@ def _row(
         specs = decode_specs(plan, geometry, SAMPLINGS)
         for name, spec in zip(names(specs), specs, strict=True):
             file = f"{chosen.name}.{label.replace('/', '-')}.{name}.{target.platform}.jax_export"
-            kernel = plan.attention != "xla" and spec.name in ("segment", "between")
-            graphs.append(checker.check(name, spec, kernel=kernel, artefact=artefacts and artefacts / file))
+            artefact = artefacts and artefacts / file
+            graphs.append(checker.check(name, spec, kernel=holds_kernel(plan, spec), artefact=artefact))
     weights, memory = weight_bytes(geometry, plan.dtype), plan.memory(geometry)
     needed = memory.device + memory.prefill + weights
     fits = target.memory is None or needed <= target.memory

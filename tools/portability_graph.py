@@ -20,6 +20,7 @@ from portability_lint import lint
 from portability_targets import Target
 from portability_thunks import read_thunks
 
+from swapkv_jax import Plan
 from swapkv_jax.graph import GraphSpec
 
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
@@ -142,6 +143,11 @@ class Checker:
             return dataclasses.replace(self._known[key], compile_s=0.0)
         made = self._known[key] = _compile(spec, lowered, self._target)
         return made
+
+
+def holds_kernel(plan: Plan, spec: GraphSpec) -> bool:
+    """Whether the plan says that a kernel attends the slots in this graph."""
+    return plan.attention != "xla" and spec.name in ("segment", "between")
 
 
 def _kernel_problems(wanted: bool, found: tuple[str, ...]) -> Iterator[str]:

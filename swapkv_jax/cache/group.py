@@ -26,27 +26,16 @@ from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
-from swapkv_jax.plan import Plan
 from swapkv_jax.program import Program
 from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
 from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.strategies.adapters import directions
-from swapkv_jax.strategies.sizes import Part, stores_keys, summary_parts
+from swapkv_jax.strategies.sizes import map_parts, stores_keys
 from swapkv_jax.tiers import DiskStore
 from swapkv_jax.trace import span
 
 KEEP_BATCH = 64  # records written at a time by prefill
-
-
-def _empty_summary(plan: Plan) -> Any:
-    """One layer's, as the strategy's graphs take it."""
-
-    def empty(part: Part) -> jax.Array:
-        return zeros(part.shape, plan.held_dtype(part.dtype))
-
-    parts = summary_parts(plan)
-    return {name: empty(part) for name, part in parts.items()} if isinstance(parts, dict) else empty(parts)
 
 
 @dataclass
@@ -90,7 +79,9 @@ class GroupCache(OffloadCache):
         ]
         self._rolling = [self._empty_rolling() for _ in each]
         self._keyed = stores_keys(choice)
-        self._summary = [_empty_summary(plan) for _ in each]
+        self._summary = [
+            map_parts(lambda part: zeros(part.shape, plan.held_dtype(part.dtype)), plan) for _ in each
+        ]
         self._ids = [zeros((b, choice.selected_groups), "int32") for _ in each]
         self._no_ids = zeros((b, choice.selected_groups), "int32")
         self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in each]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import UNSET
 
@@ -41,6 +42,14 @@ def summary_parts(plan: Plan) -> Part | dict[str, Part]:
         }
     width = 2 * size if name == "quest" else choice.rank * (plan.kv_heads if name in _PER_HEAD else 1)
     return Part((rows, plan.summary_places, width), dtype)
+
+
+def map_parts(function: Callable[[Part], Any], plan: Plan) -> Any:
+    """A layer's summary as graphs take it, of what `function` makes of each of its arrays."""
+    parts = summary_parts(plan)
+    if isinstance(parts, dict):
+        return {name: function(part) for name, part in parts.items()}
+    return function(parts)
 
 
 def has_adapter(choice: Selection) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import DType, Plan
-from swapkv_jax.planner import NO_LIMITS, Budgets, make_plan
+from swapkv_jax.planner import NO_LIMITS, Budgets, load_buckets, make_plan
 from swapkv_jax.selection import Lookahead, Selection
 
 SINK_TOKENS, RECENT_TOKENS = (
@@ -20,7 +20,6 @@ SINK_TOKENS, RECENT_TOKENS = (
     32,
 )  # always attended: KVSwap attends neither and loses for it (docs of `Selection`)
 _SIZES = ("group_tokens", "selected_tokens", "kept", "rank")
-_LOADS = (8, 16, 32, 64, 96, 128, 256)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, order=True, forbid_unknown_fields=True):
@@ -134,7 +133,6 @@ def plan_of(
     groups = -(-max_context // g)
     selected = max(sink + recent + (choice.refresh > 1), min(groups, choice.selected_tokens // g))
     slots = max(selected, min(groups, round(selected * choice.kept)))
-    largest = max(8, min(512, -(-batch * selected // 4)))
     selection = Selection(
         selected_groups=selected,
         reuse_slots=slots,
@@ -143,7 +141,7 @@ def plan_of(
         recent_groups=recent,
         lookahead=choice.lookahead,
         refresh=() if choice.refresh == 1 else (choice.refresh,) * geometry.layers,
-        load_buckets=(*(n for n in _LOADS if n < largest), largest),
+        load_buckets=load_buckets(batch, selected),
     )
     return make_plan(
         geometry,
