@@ -57,21 +57,29 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         ids = buffers["no_ids"]
         segment = program.group.segment.memory.arguments - layer_weights - shared - ids
         predict = program.group.predict.memory.arguments - layer_weights - shared
-        summary = sum(
-            size for name, size in buffers.items() if name.startswith("summary") and name.endswith(".0")
+        choice = selection_of(plan)
+        selecting = next(i for i in range(plan.layers) if i not in choice.whole)
+
+        def of_layer(kind: str) -> int:
+            """Bytes of a kind of buffer in a layer that selects."""
+            ends = f".{selecting}"
+            return sum(
+                n for name, n in buffers.items() if name.startswith(f"{kind}.") and name.endswith(ends)
+            )
+
+        summary = of_layer("summary")
+        predict -= of_layer("adapter") + summary
+        compiled += ids + (plan.layers - len(choice.whole)) * (
+            segment + predict - (ids if choice.lookahead == "step" else 0)
         )
-        predict -= buffers.get("adapter.0", 0) + summary
-        compiled += ids + plan.layers * (
-            segment + predict - (ids if selection_of(plan).lookahead == "step" else 0)
-        )
+        if program.group.whole is not None:
+            own = program.group.whole.memory.arguments - layer_weights - shared - ids
+            compiled += len(choice.whole) * own
         if plan.transport == "copy":
             most, load = max(program.group.load.items())
-            pools = sum(
-                size for name, size in buffers.items() if name in ("pool.k.0", "pool.v.0", "pool.kv.0")
-            )
-            keyed = stores_keys(selection_of(plan))
+            keyed = stores_keys(choice)
             places = (2 if keyed else 3) * most * np.dtype(np.int32).itemsize
-            known = pools + places + (0 if keyed else summary)
+            known = of_layer("pool") + places + (0 if keyed else summary)
             compiled += (plan.staging_slots or 0) * (load.memory.arguments - known)
     elif plan.transport == "in_graph":
         segment = program.segments[plan.layers].memory.arguments

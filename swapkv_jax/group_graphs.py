@@ -7,7 +7,7 @@ what an adapter is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import seen_as, slot_layout
 from swapkv_jax.strategies.named import shadowkv_of, strategy_of
-from swapkv_jax.strategies.sizes import has_adapter, map_parts, stores_keys
+from swapkv_jax.strategies.sizes import Part, has_adapter, map_parts, stores_keys
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class GroupGraphs:
 
     `load[n]`: see `load_groups`. `summarise`: see `group_summarise`. `predict`, `segment`: see
     `group_predict` and `group_segment`. `between`: the segment of steps after which nothing is selected anew, where
-    `segment` would select.
+    `segment` would select. `whole`, `whole_load[n]`: the segment and loads of layers that keep every group, see
+    `whole_segment`.
     """
 
     load: dict[int, Graph]
@@ -41,11 +42,13 @@ class GroupGraphs:
     predict: Graph
     segment: Graph
     between: Graph | None
+    whole: Graph | None
+    whole_load: dict[int, Graph]
 
     @property
     def all(self) -> tuple[Graph, ...]:
-        between = () if self.between is None else (self.between,)
-        return (self.segment, *between, self.predict, *self.load.values())
+        others = tuple(graph for graph in (self.between, self.whole) if graph is not None)
+        return (self.segment, *others, self.predict, *self.load.values(), *self.whole_load.values())
 
 
 def compile_group_graphs(
@@ -54,19 +57,24 @@ def compile_group_graphs(
     """The policy's graphs, lowered and compiled for the default device, or as `make` makes them."""
     dtype, kv_dtype, b = jnp.dtype(plan.dtype), jnp.dtype(plan.cache_dtype), plan.batch
     choice = selection_of(plan)
-    slots, values = choice.reuse_slots + 1, plan.stride_bytes // plan.itemsize
-    pool = tuple(Shape(shape, jnp.dtype(plan.pool_dtype)) for shape in plan.pool_shapes)
-    rolling = tuple(Shape(shape, kv_dtype) for shape in plan.rolling_shapes)
+    values = plan.stride_bytes // plan.itemsize
+    rolling = _shapes(plan.rolling_parts)
     keyed = stores_keys(choice)
     view = _SummaryView(plan)
     adapter = Shape((plan.kv_heads * plan.head_dim, choice.rank), jnp.float32) if has_adapter(choice) else ()
     ids = Shape((b, choice.selected_groups), jnp.int32)
     x, lengths, scalar = Shape((b, geometry.hidden), dtype), Shape((b,), jnp.int32), Shape((), jnp.int32)
-    used = Shape((b, slots), jnp.bool_)
     columns = query_columns(plan.attention, geometry.heads * geometry.head_dim)
     queries = Shape((geometry.hidden, columns), jnp.dtype(choice.summary_dtype))
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
     by_step = choice.lookahead == "step"
+
+    def slots(layers: Iterable[int]) -> tuple[Any, Shape]:
+        """The pool of any of these layers, which are alike, and which of its slots are in use."""
+        count = plan.pool_slots(next(iter(layers)))
+        return _shapes(plan.pool_parts(count)), Shape((b, count), jnp.bool_)
+
+    pool, used = slots(set(range(plan.layers)) - set(choice.whole))
 
     def make_segment(*, selects: bool) -> Graph:
         state = [rolling, view.held, *([ids] if selects else [])]
@@ -77,17 +85,30 @@ def compile_group_graphs(
             (2, *range(7, 7 + len(state))),
         )
 
-    load = {}
-    for n in choice.load_buckets:
-        places = Shape((n,), jnp.int32)
-        load[n] = make(
-            "load",
-            load_groups(plan, block),
-            [pool, Shape((n, values), kv_dtype), places, places, *([] if keyed else [places, view.held])],
-            (0,),
+    def make_loads(pool: Any, sizes: Iterable[int]) -> dict[int, Graph]:
+        load = {}
+        for n in sizes:
+            places = Shape((n,), jnp.int32)
+            load[n] = make(
+                "load",
+                load_groups(plan, block),
+                [pool, Shape((n, values), kv_dtype), places, places, *([] if keyed else [places, view.held])],
+                (0,),
+            )
+        return load
+
+    whole, whole_load = None, {}
+    if choice.whole:
+        whole_pool, whole_used = slots(choice.whole)
+        whole_load = make_loads(whole_pool, _whole_sizes(choice, b))
+        whole = make(
+            "whole",
+            whole_segment(plan, block),
+            [block.params, x, whole_pool, whole_used, lengths, ids, rolling],
+            (1, 6),
         )
     return GroupGraphs(
-        load=load,
+        load=make_loads(pool, choice.load_buckets),
         summarise=make(
             "summarise",
             group_summarise(plan, block),
@@ -102,7 +123,19 @@ def compile_group_graphs(
         ),
         segment=make_segment(selects=by_step),
         between=make_segment(selects=False) if by_step and max(choice.refresh, default=1) > 1 else None,
+        whole=whole,
+        whole_load=whole_load,
     )
+
+
+def _whole_sizes(choice: Selection, batch: int) -> set[int]:
+    """Records that loads of a layer that keeps every group carry: a prompt's, and what all rows complete at once."""
+    most = choice.load_buckets[-1]
+    return {next((n for n in choice.load_buckets if n >= batch), most), most}
+
+
+def _shapes(parts: dict[str, Part]) -> tuple[Shape, ...]:
+    return tuple(Shape(part.shape, jnp.dtype(part.dtype)) for part in parts.values())
 
 
 def group_summarise(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:
@@ -175,6 +208,21 @@ def group_segment(
             return x, rolling, view.hold(summary)
         ids = _select(plan, block, q, adapter, summary, lengths + 1)
         return x, rolling, view.hold(summary), ids
+
+    return segment
+
+
+def whole_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) -> Callable[..., Any]:
+    """A step of a layer that keeps every group: (params, x, pool, used, lengths, after, rolling) → x, rolling. See
+    `group_segment`."""
+    layout = slot_layout(plan, interpret)
+
+    def segment(params: Params, x, pool, used, lengths, after, rolling):
+        del after
+        q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
+        newest = lengths % plan.group_tokens
+        rolling = layout.append(rolling, k_new, v_new, newest)
+        return block.finish(params, x, layout.attend(q, pool, used, rolling, newest)), rolling
 
     return segment
 

@@ -18,7 +18,7 @@ from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan_buffers import ITEMSIZE, Buffer, plan_buffers
 from swapkv_jax.plan_checks import check_plan
 from swapkv_jax.selection import Selection
-from swapkv_jax.strategies.sizes import stores_keys
+from swapkv_jax.strategies.sizes import Part, stores_keys
 from swapkv_jax.tiers.direct_io import PAGE
 from swapkv_jax.tiers.record import record_stride
 
@@ -26,6 +26,7 @@ Policy = Literal["resident", "layer", "group"]
 Tier = Literal["dram", "disk"]
 Transport = Literal["alias", "copy", "in_graph"]
 DType = Literal["float32", "bfloat16", "float16"]
+KVDType = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 class TierBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       max_context: tokens a row may reach, prompt and answer together.
       dtype: of weights, activations and KV.
       kv_dtype: of KV in slots, rolling buffer and records, where that is another (policy `group`). `cache_dtype`
-        reads it.
+        reads it. Of int8 the keys of a record's KV head are multiples of one step, and its values of another; the
+        rolling buffer is `rolling_dtype` then.
       group_tokens: G, tokens per record of the disk store.
       physical_layers: device slots of one layer's KV each (policy `layer`).
       tier: where the other layers are (policy `layer`). Under `group` everything is on disk; `dram` then puts
@@ -91,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     selection: Selection | None = None
     attention: Attention = "xla"
     dram_rows: int | None = None
-    kv_dtype: DType | msgspec.UnsetType = msgspec.UNSET
+    kv_dtype: KVDType | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.kv_dtype == self.dtype:  # one form for one choice: plans of one meaning have one hash
@@ -100,14 +102,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # ---- derived sizes -------------------------------------------------------------------------------
 
     @property
-    def cache_dtype(self) -> DType:
+    def cache_dtype(self) -> KVDType:
         """The dtype of decode's KV. (Prefill's, which attends a layer at a time, is `dtype`.)"""
         return self.dtype if self.kv_dtype is msgspec.UNSET else self.kv_dtype
 
     @property
-    def pool_dtype(self) -> str:
-        """The dtype that slots of policy `group` are held as."""
-        return self.held_dtype(self.cache_dtype)
+    def rolling_dtype(self) -> DType:
+        """The dtype of the newest tokens under policy `group`, which do not fill a record yet."""
+        if self.cache_dtype != "int8":
+            return self.cache_dtype
+        return "bfloat16" if self.dtype == "float32" else self.dtype
 
     def held_dtype(self, dtype: str) -> str:
         """What device buffers of `dtype` that graphs write a little of are held as: the same, or on a CPU the bits of
@@ -155,11 +159,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def payload_bytes(self) -> int:
         """Bytes of K and V in one (layer, group) record, or of V alone where the strategy makes keys itself."""
-        return self._record_sides * self._side_bytes
+        steps = self.kv_heads * ITEMSIZE["float32"] if self.cache_dtype == "int8" else 0
+        return self._record_sides * (self._side_values * self.itemsize + steps)
 
     @property
-    def _side_bytes(self) -> int:
-        return self.kv_heads * self.head_dim * self.group_tokens * self.itemsize
+    def _side_values(self) -> int:
+        return self.kv_heads * self.head_dim * self.group_tokens
 
     @property
     def _record_sides(self) -> int:
@@ -173,7 +178,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def rolling_bytes(self) -> int:
         """Bytes of the newest tokens of a row and layer in host memory: a record's, and no less than K and V."""
-        return max(self.stride_bytes, 2 * self._side_bytes)
+        return max(self.stride_bytes, 2 * self._side_values * ITEMSIZE[self.rolling_dtype])
 
     @property
     def stride_bytes(self) -> int:
@@ -212,24 +217,40 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         s = self.capacity
         return (rows, self.kv_heads, self.head_dim, s), (rows, self.kv_heads, s, self.head_dim)
 
-    @property
-    def pool_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one layer's slots under `group`, C reuse slots and one that padding may overwrite: K
-        [B, Hkv, D, C1·G] and V [B, Hkv, C1·G, D] for attention `xla`, one pool [B, Hkv, C1, G, W] for a kernel."""
-        slots = 1 + (self.selection.reuse_slots if self.selection is not None else 0)
+    def slots_of(self, layer: int) -> int:
+        """Groups of a row that one layer has slots for under `group`."""
+        choice = self.selection
+        assert choice is not None
+        return self.groups if layer in choice.whole else choice.reuse_slots
+
+    def pool_slots(self, layer: int) -> int:
+        """C1, the slots of one layer's arrays under `group`: `slots_of` and one that padding may overwrite."""
+        return self.slots_of(layer) + 1
+
+    def pool_parts(self, slots: int) -> dict[str, Part]:
+        """The arrays of a layer's C1 = `slots` under `group`: `k`
+        [B, Hkv, D, C1·G] and `v` [B, Hkv, C1·G, D] for attention `xla`, one pool `kv` [B, Hkv, C1, G, W] for a kernel;
+        of int8 also `steps` [B, Hkv, 2, C1], what keys and values are multiples of."""
         head, tokens, dim = (self.batch, self.kv_heads), self.group_tokens, self.head_dim
-        if self.attention == "xla":
-            return (*head, dim, slots * tokens), (*head, slots * tokens, dim)
-        return ((*head, slots, tokens, slot_width(self.attention, dim)),)
+        dtype = self.held_dtype(self.cache_dtype)
+        if self.attention != "xla":
+            return {"kv": Part((*head, slots, tokens, slot_width(self.attention, dim)), dtype)}
+        parts = {
+            "k": Part((*head, dim, slots * tokens), dtype),
+            "v": Part((*head, slots * tokens, dim), dtype),
+        }
+        if self.cache_dtype == "int8":
+            parts["steps"] = Part((self.batch, self.kv_heads, 2, slots), "float32")
+        return parts
 
     @property
-    def rolling_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one layer's rolling buffer under `group`: K and V [B, Hkv, G, D] each for attention `xla`, both
-        in one [B, Hkv, G, W] for a kernel."""
-        head = (self.batch, self.kv_heads, self.group_tokens)
+    def rolling_parts(self) -> dict[str, Part]:
+        """The arrays of one layer's rolling buffer under `group`: `k` and `v` [B, Hkv, G, D] for attention `xla`, both
+        in one `kv` [B, Hkv, G, W] for a kernel."""
+        head, dtype = (self.batch, self.kv_heads, self.group_tokens), self.rolling_dtype
         if self.attention == "xla":
-            return (*head, self.head_dim), (*head, self.head_dim)
-        return ((*head, slot_width(self.attention, self.head_dim)),)
+            return {part: Part((*head, self.head_dim), dtype) for part in "kv"}
+        return {"kv": Part((*head, slot_width(self.attention, self.head_dim)), dtype)}
 
     # ---- buffers -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ ITEMSIZE: dict[str, int] = {
     "uint32": 4,
     "uint16": 2,
     "uint8": 1,
+    "int8": 1,
     "bool": 1,
 }
 
@@ -90,18 +91,21 @@ def plan_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
 
 
 def _group_buffers(plan: Plan, g: Geometry) -> Iterator[Buffer]:
-    s, b, dt = plan.selection, plan.batch, plan.cache_dtype
+    s, b = plan.selection, plan.batch
     assert s is not None
-    parts = "kv" if len(plan.pool_shapes) == 2 else ("kv",)
     summary = summary_parts(plan)
     for i in range(plan.layers):
-        for part, pool, rolling in zip(parts, plan.pool_shapes, plan.rolling_shapes, strict=True):
-            yield Buffer(name=f"pool.{part}.{i}", shape=pool, dtype=plan.pool_dtype, tier="device")
-            yield Buffer(name=f"rolling.{part}.{i}", shape=rolling, dtype=dt, tier="device")
+        slots = plan.pool_slots(i)
+        for part, pool in plan.pool_parts(slots).items():
+            yield Buffer(name=f"pool.{part}.{i}", shape=pool.shape, dtype=pool.dtype, tier="device")
+        for part, rolling in plan.rolling_parts.items():
+            yield Buffer(name=f"rolling.{part}.{i}", shape=rolling.shape, dtype=rolling.dtype, tier="device")
+        yield Buffer(name=f"used.{i}", shape=(b, slots), dtype="bool", tier="device")
+        if i in s.whole:
+            continue
         for name, part in summary.items() if isinstance(summary, dict) else [("", summary)]:
             where = f"summary.{name}.{i}" if name else f"summary.{i}"
             yield Buffer(name=where, shape=part.shape, dtype=plan.held_dtype(part.dtype), tier="device")
-        yield Buffer(name=f"used.{i}", shape=(b, s.reuse_slots + 1), dtype="bool", tier="device")
         yield Buffer(name=f"ids.{i}", shape=(b, s.selected_groups), dtype="int32", tier="device")
         queries = (g.hidden, query_columns(plan.attention, g.heads * g.head_dim))
         yield Buffer(name=f"queries.{i}", shape=queries, dtype=s.summary_dtype, tier="device")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from swapkv_jax.attention_choice import refusal
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.strategies.sizes import check_strategy
+from swapkv_jax.strategies.sizes import check_strategy, stores_keys
 from swapkv_jax.tiers.direct_io import PAGE
 
 if TYPE_CHECKING:
@@ -107,6 +107,9 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
     )
     if unserved is not None:
         raise PlanError(unserved)
+    if plan.cache_dtype == "int8":
+        _validate_int8(plan)
+    _validate_whole_layers(plan)
     if len(plan.selection.refresh) not in (0, plan.layers):
         raise PlanError(
             f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "
@@ -140,6 +143,39 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
     if plan.layers_per_segment != 1:
         raise PlanError(
             f"policy group selects by the layer: layers_per_segment must be 1, not {plan.layers_per_segment}"
+        )
+
+
+def _validate_int8(plan: Plan) -> None:
+    values = plan.kv_heads * plan.head_dim * plan.group_tokens
+    if values % 4:
+        raise PlanError(
+            f"kv_dtype int8 keeps steps of 4 bytes each after Hkv·D·G = {values} bytes: G must be a multiple of 4, not "
+            f"{plan.group_tokens}; use that, or another kv_dtype"
+        )
+    assert plan.selection is not None
+    if not stores_keys(plan.selection):
+        raise PlanError(
+            f"strategy {plan.selection.strategy_name} makes keys itself, in the KV's own dtype: kv_dtype int8 is not "
+            "for it; use bfloat16"
+        )
+
+
+def _validate_whole_layers(plan: Plan) -> None:
+    assert plan.selection is not None
+    whole = plan.selection.whole
+    if not whole:
+        return
+    if list(whole) != sorted(set(whole)) or not 0 <= whole[0] <= whole[-1] < plan.layers:
+        raise PlanError(
+            f"whole_layers must be rising numbers of layers, 0 to {plan.layers - 1}, not {list(whole)}"
+        )
+    if len(whole) == plan.layers:
+        raise PlanError("whole_layers names every layer: use policy resident, or leave some out")
+    if not stores_keys(plan.selection):
+        raise PlanError(
+            f"strategy {plan.selection.strategy_name} makes keys from a selection's summary, which whole layers do "
+            "not have; leave whole_layers out"
         )
 
 

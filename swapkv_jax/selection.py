@@ -39,6 +39,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
       strategy: what is summarised and how it is scored, see `strategies`; unset is `kvswap`, to which the above
         applies as it stands. `strategy_name` reads it.
+      whole_layers: layers, rising, that keep every group in a slot and select nothing: those that lose most by what
+        they do not see; unset is none. `whole` reads it.
       outlier_groups: groups of a prompt that are always selected and keep exact keys (shadowkv, which needs it).
     """
 
@@ -57,10 +59,19 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     load_buckets: tuple[int, ...] = (8, 16, 32, 64, 96, 128)
     strategy: StrategyName | msgspec.UnsetType = msgspec.UNSET
     outlier_groups: int | msgspec.UnsetType = msgspec.UNSET
+    whole_layers: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        if self.strategy == "kvswap":  # one form for one choice: plans of one meaning have one hash
+        # One form for one choice: plans of one meaning have one hash.
+        if self.strategy == "kvswap":
             msgspec.structs.force_setattr(self, "strategy", msgspec.UNSET)
+        if self.whole_layers == ():
+            msgspec.structs.force_setattr(self, "whole_layers", msgspec.UNSET)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The layers that keep every group."""
+        return () if self.whole_layers is msgspec.UNSET else self.whole_layers
 
     @property
     def strategy_name(self) -> StrategyName:

@@ -2,13 +2,13 @@
 
 Shapes: B rows, Hkv KV heads, R query heads per KV head, D head dim, C1 reuse slots and one that padding may
 overwrite, G tokens per group, W values of a packed token, n records of a load. A pool or a rolling buffer is a tuple
-of one or two arrays, of the shapes in `plan.pool_shapes` and `plan.rolling_shapes`.
+of arrays, those of `plan.pool_parts` and `plan.rolling_parts`.
 """
 
 from __future__ import annotations
 
 import abc
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from swapkv_jax.attention_choice import slot_width
 from swapkv_jax.plan import Plan
 
 Parts = tuple[jax.Array, ...]
-WIDENED_ROWS = 2
+WIDENED_BYTES = 9 << 19
 
 
 class SlotLayout(abc.ABC):
@@ -122,34 +122,87 @@ class ApartSlots(SlotLayout):
         newest: Int[Array, " B"],
     ) -> Float[Array, "B Hkv R D"]:
         """The two parts join by merging softmax sums (online softmax), so nothing is concatenated or copied. Slots
-        not in use take no part: any K there, even NaN, and any finite V."""
+        not in use take no part: any K there, even NaN, and any finite V; of int8 any scale."""
         if pool[0].dtype == rolling[0].dtype:
             return self._attend(q, pool, used, rolling, newest)
-        # A CPU has to widen 16-bit slots before it multiplies. A few rows at a time they stay in its caches (all of
-        # them at once took 1.6 times as long).
-        rows = (q, pool, used, rolling, newest)
-        at_once = math.gcd(WIDENED_ROWS, len(q))
-        parted = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), rows)
-        return jax.lax.map(lambda some: self._attend(*some), parted).reshape(q.shape)
+        # A CPU has to widen slots of fewer bits before it multiplies. A few rows' heads at a time they stay in its
+        # caches (all of them at once took 1.6 times as long).
+        units, unit_bytes = q.shape[0] * q.shape[1], 2 * pool[0][0, 0].size * q.dtype.itemsize
+        most = min(units, max(1, WIDENED_BYTES // unit_bytes))
+        at_once = next(n for n in range(most, 0, -1) if units % n == 0)
+
+        # No dimension of 1: XLA would lay int8 slots out in another order, and copy them all.
+        some = (at_once,) if at_once > 1 else ()
+
+        def by_head(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *some, *x.shape[2:])
+
+        def by_row(x: jax.Array) -> jax.Array:
+            return jnp.repeat(x, q.shape[1], axis=0).reshape(-1, *some, *x.shape[1:])
+
+        def attend_some(parts: Any) -> jax.Array:
+            heads, rows = parts
+            q, pool, rolling = jax.tree.map(lambda x: x.reshape(at_once, 1, *x.shape[len(some) :]), heads)
+            used, newest = jax.tree.map(lambda x: x.reshape(at_once, *x.shape[len(some) :]), rows)
+            return self._attend(q, pool, used, rolling, newest)
+
+        parts = jax.tree.map(by_head, (q, pool, rolling)), jax.tree.map(by_row, (used, newest))
+        return jax.lax.map(attend_some, parts).reshape(q.shape)
 
     def _attend(
         self, q: jax.Array, pool: Parts, used: jax.Array, rolling: Parts, newest: jax.Array
     ) -> jax.Array:
-        seen = (seen_as(part, rolling[0].dtype) for part in pool)
-        pool_k, pool_v, rolling_k, rolling_v = (part.astype(q.dtype) for part in (*seen, *rolling))
-        tokens = self._tokens
+        pool_k, pool_v = (self._numbers(part, rolling[0].dtype).astype(q.dtype) for part in pool[:2])
+        rolling_k, rolling_v = (part.astype(q.dtype) for part in rolling)
+        k_steps, v_steps = self._steps(pool, used)
         scale = q.shape[-1] ** -0.5
         far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
         near = jnp.einsum("bkrd,bkgd->bkrg", q, rolling_k, preferred_element_type=jnp.float32) * scale
-        far = jnp.where(jnp.repeat(used, tokens, axis=1)[:, None, None], far, -jnp.inf)
-        near = jnp.where((jnp.arange(tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
+        far = jnp.where(used[:, None, None, :, None], self._by_slot(far) * k_steps, -jnp.inf)
+        near = jnp.where((jnp.arange(self._tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
+        far = far.reshape(*far.shape[:3], -1)
         # Finite: the new token is always near.
         top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
         far, near = jnp.exp(far - top), jnp.exp(near - top)
-        out = jnp.einsum("bkrs,bksd->bkrd", far.astype(q.dtype), pool_v, preferred_element_type=jnp.float32)
+        weights = (self._by_slot(far) * v_steps).reshape(far.shape).astype(q.dtype)
+        out = jnp.einsum("bkrs,bksd->bkrd", weights, pool_v, preferred_element_type=jnp.float32)
         out = out + jnp.einsum(
             "bkrg,bkgd->bkrd", near.astype(q.dtype), rolling_v, preferred_element_type=jnp.float32
         )
+        return (out / (far.sum(axis=-1) + near.sum(axis=-1))[..., None]).astype(q.dtype)
+
+    def _numbers(self, part: jax.Array, dtype: Any) -> jax.Array:
+        """K or V of slots as numbers; `dtype` is what they are if they are held as bits."""
+        return seen_as(part, dtype)
+
+    def _steps(self, pool: Parts, used: Bool[Array, "B C1"]) -> tuple[Any, Any]:
+        """What K and V of each slot are multiples of, [B, Hkv, 1, C1, 1], or one number for all."""
+        return 1.0, 1.0
+
+    def _by_slot(self, x: Float[Array, "B Hkv R n"]) -> Float[Array, "B Hkv R C1 G"]:
+        """A CPU's XLA goes over slots and their tokens fast; to find a token's slot it would divide."""
+        return x.reshape(*x.shape[:3], -1, self._tokens)
+
+    def _merged(
+        self,
+        q: Float[Array, "B Hkv R D"],
+        far: Float[Array, "B Hkv R C1 G"],
+        used: Bool[Array, "B C1"],
+        weigh: Callable[[jax.Array], jax.Array],
+        rolling: Parts,
+        newest: Int[Array, " B"],
+    ) -> Float[Array, "B Hkv R D"]:
+        """What is attended in all, of the slots' logits and of what weighs their values."""
+        k, v = (part.astype(q.dtype) for part in rolling)
+        near = jnp.einsum("bkrd,bkgd->bkrg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        far = jnp.where(used[:, None, None, :, None], far, -jnp.inf)
+        near = jnp.where((jnp.arange(self._tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
+        # Finite: the new token is always near.
+        far = far.reshape(*far.shape[:3], -1)
+        top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
+        far, near = jnp.exp(far - top), jnp.exp(near - top)
+        out = weigh(far)
+        out = out + jnp.einsum("bkrg,bkgd->bkrd", near.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return (out / (far.sum(axis=-1) + near.sum(axis=-1))[..., None]).astype(q.dtype)
 
     def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
@@ -181,6 +234,43 @@ class ApartSlots(SlotLayout):
             pool[0].at[rows[:, None], :, :, at].set(k, mode="promise_in_bounds"),
             pool[1].at[rows[:, None], :, at].set(v, mode="promise_in_bounds"),
         )
+
+
+class Int8Slots(ApartSlots):
+    """As `ApartSlots`, of whole numbers in int8; a third array, [B, Hkv, 2, C1], has the steps that K and V of each
+    slot are multiples of. A record ends in its steps, float32 [Hkv, 2].
+
+    (Queries and weights as two digits of int8 each, so that bytes are multiplied, gained nothing: their making took what
+    the products saved.)
+    """
+
+    def _numbers(self, part: jax.Array, dtype: Any) -> jax.Array:
+        return part
+
+    def _steps(self, pool: Parts, used: Bool[Array, "B C1"]) -> tuple[Any, Any]:
+        steps = jnp.where(used[:, None, None], pool[2], 0)  # of slots not in use they may be anything
+        return steps[:, :, 0][:, :, None, :, None], steps[:, :, 1][:, :, None, :, None]
+
+    def _put_one(self, pool: Parts, record: jax.Array, row: jax.Array, slot: jax.Array) -> Parts:
+        zero = jnp.zeros((), jnp.int32)
+        steps = self._record_steps(record)[None, ..., None]
+        return (
+            *super()._put_one(pool[:2], record, row, slot),
+            jax.lax.dynamic_update_slice(pool[2], steps, (row, zero, zero, slot)),
+        )
+
+    def _put_all(self, pool: Parts, records: jax.Array, rows: jax.Array, slots: jax.Array) -> Parts:
+        steps = self._record_steps(records)
+        return (
+            *super()._put_all(pool[:2], records, rows, slots),
+            pool[2].at[rows, :, :, slots].set(steps, mode="promise_in_bounds"),
+        )
+
+    def _record_steps(self, records: jax.Array) -> jax.Array:
+        """The steps [*n, Hkv, 2] of records [*n, stride]."""
+        first, count = 2 * self._heads * self._dim * self._tokens, 2 * self._heads
+        own = records[..., first : first + 4 * count].reshape(*records.shape[:-1], self._heads, 2, 4)
+        return jax.lax.bitcast_convert_type(own, jnp.float32)
 
 
 class PackedSlots(SlotLayout):
@@ -219,11 +309,12 @@ class PackedSlots(SlotLayout):
 
     def _slots(self, used: Bool[Array, "B C1"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
         """The kernel's form of the slots in use: as many entries as there can be, and which of them count."""
-        choice, batch = self._selection, used.shape[0]
-        used = used[:, : choice.reuse_slots]  # the last slot is never in use
-        if choice.attended == "kept" or choice.selected_groups == choice.reuse_slots:
-            each = jnp.arange(choice.reuse_slots, dtype=jnp.int32)
-            return jnp.broadcast_to(each, (batch, choice.reuse_slots)), used
+        choice, (batch, slots) = self._selection, used.shape
+        slots, used = slots - 1, used[:, :-1]  # the last slot is never in use
+        # A layer that has slots for every group attends all of them.
+        if choice.attended == "kept" or slots <= choice.selected_groups or slots != choice.reuse_slots:
+            each = jnp.arange(slots, dtype=jnp.int32)
+            return jnp.broadcast_to(each, (batch, slots)), used
         valid, slots = jax.lax.top_k(used.astype(jnp.float32), choice.selected_groups)
         return slots, valid > 0
 
@@ -266,5 +357,5 @@ def slot_layout(plan: Plan, interpret: Any = False) -> SlotLayout:
       interpret: interprets the plan's kernel, for tests off its platform; see `gather_attention`.
     """
     if plan.attention == "xla":
-        return ApartSlots(plan)
+        return Int8Slots(plan) if plan.cache_dtype == "int8" else ApartSlots(plan)
     return PackedSlots(plan, interpret)

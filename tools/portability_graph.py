@@ -147,7 +147,7 @@ class Checker:
 
 def holds_kernel(plan: Plan, spec: GraphSpec) -> bool:
     """Whether the plan says that a kernel attends the slots in this graph."""
-    return plan.attention != "xla" and spec.name in ("segment", "between")
+    return plan.attention != "xla" and spec.name in ("segment", "between", "whole")
 
 
 def _kernel_problems(wanted: bool, found: tuple[str, ...]) -> Iterator[str]:

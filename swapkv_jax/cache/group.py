@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +23,14 @@ from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.offload import OffloadCache
 from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
+from swapkv_jax.cache.slot_pools import SlotPools
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
 from swapkv_jax.program import Program
 from swapkv_jax.slot_layouts import Parts, slot_layout
 from swapkv_jax.slots import Request, SlotTable
-from swapkv_jax.staging import Flags, StagingBuffer, fetch, is_ready, put, read_only_view, zeros
+from swapkv_jax.staging import StagingBuffer, fetch, is_ready, put, read_only_view, zeros
 from swapkv_jax.strategies.adapters import directions
 from swapkv_jax.strategies.sizes import map_parts, stores_keys
 from swapkv_jax.tiers import DiskStore
@@ -67,24 +68,20 @@ class GroupCache(OffloadCache):
         self._graphs, self._choice = program.group, choice
         self._tier = RecordTier(plan, store)
         self._pending = PendingWrites(self._tier, self._io)
-        b, transport = plan.batch, plan.transport or "copy"
+        b = plan.batch
         each = range(plan.layers)
-        wanted = jnp.dtype(choice.summary_dtype)
-        columns = query_columns(plan.attention, program.geometry.heads * program.geometry.head_dim)
-        self._queries = [query_weights(params, program.geometry, columns).astype(wanted) for params in layers]
-        self._adapters = [jax.tree.map(put, part) for part in directions(plan, adapter)]
+        self._whole = frozenset(choice.whole)
         self._layout = slot_layout(plan)
-        self._pools: list[Parts] = [
-            tuple(zeros(shape, plan.pool_dtype) for shape in plan.pool_shapes) for _ in each
-        ]
+        self._pools = SlotPools(plan, self._graphs)
         self._rolling = [self._empty_rolling() for _ in each]
         self._keyed = stores_keys(choice)
-        self._summary = [
-            map_parts(lambda part: zeros(part.shape, plan.held_dtype(part.dtype)), plan) for _ in each
-        ]
-        self._ids = [zeros((b, choice.selected_groups), "int32") for _ in each]
+        # Of layers that select: the others have none of these.
+        self._queries, self._adapters = self._directions(layers, adapter)
+        self._summary = self._selecting(
+            lambda _: map_parts(lambda part: zeros(part.shape, plan.held_dtype(part.dtype)), plan)
+        )
+        self._ids = self._selecting(lambda _: zeros((b, choice.selected_groups), "int32"))
         self._no_ids = zeros((b, choice.selected_groups), "int32")
-        self._used = [Flags((b, choice.reuse_slots + 1), transport) for _ in each]
         self._lanes = [self._new_lane() for _ in range(plan.staging_slots or 0)]
         self._free = deque(self._lanes)
         self._table = SlotTable(plan.layers, b, choice.reuse_slots, plan.groups, choice.replacement)
@@ -92,10 +89,24 @@ class GroupCache(OffloadCache):
         self._refresh = choice.refresh or (1,) * plan.layers
         self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
         self._asked = [True] * plan.layers  # whether what is wanted has been requested
+        self._completed: dict[int, dict[tuple[int, int], np.ndarray]] = {layer: {} for layer in self._whole}
+        self._filled = np.zeros(b, np.int64)  # groups of each row that its prompt completed
         self._step = 0
         self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
         self._read_s = 0.0
         self._overflow_loads = 0
+
+    def _selecting(self, make: Callable[[int], Any]) -> list[Any]:
+        """What `make` makes for each layer that selects, None for the others."""
+        return [None if layer in self._whole else make(layer) for layer in range(self._plan.layers)]
+
+    def _directions(self, layers: Sequence[Params], adapter: Adapter | None) -> tuple[list[Any], list[Any]]:
+        """What makes the queries that groups are scored by: the layers' weights, and their adapters."""
+        plan, geometry, choice = self._plan, self._program.geometry, self._choice
+        columns = query_columns(plan.attention, geometry.heads * geometry.head_dim)
+        dtype, adapters = jnp.dtype(choice.summary_dtype), directions(plan, adapter)
+        queries = self._selecting(lambda layer: query_weights(layers[layer], geometry, columns).astype(dtype))
+        return queries, self._selecting(lambda layer: jax.tree.map(put, adapters[layer]))
 
     def _new_lane(self) -> Lane:
         plan, sizes = self._plan, self._choice.load_buckets
@@ -105,7 +116,7 @@ class GroupCache(OffloadCache):
         return Lane(staging, RecordReader(self._tier, self._pending, sizes[-1], self._io))
 
     def _empty_rolling(self) -> Parts:
-        return tuple(zeros(shape, self._plan.cache_dtype) for shape in self._plan.rolling_shapes)
+        return tuple(zeros(part.shape, part.dtype) for part in self._plan.rolling_parts.values())
 
     # ---- prefill -------------------------------------------------------------------------------------
 
@@ -113,13 +124,18 @@ class GroupCache(OffloadCache):
         self._drain()
         self._table.clear()
         self._step, self._newest = 0, np.full(self._plan.batch, -1)
+        for layer in self._whole:
+            self._completed[layer] = {}
+            self._pools.used[layer].host[...] = False
         self._tier.open(names, limits)
 
     def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
         tokens = () if self._keyed else (scalar(length),)
-        self._summary[layer] = self._graphs.summarise(
-            self._summary[layer], self._adapters[layer], k, scalar(row), *tokens
-        )
+        if layer not in self._whole:
+            self._summary[layer] = self._graphs.summarise(
+                self._summary[layer], self._adapters[layer], k, scalar(row), *tokens
+            )
+        self._filled[row] = length // self._plan.group_tokens
         super().filled(layer, row, length, k, v)
 
     def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -131,6 +147,27 @@ class GroupCache(OffloadCache):
         for layer in range(self._plan.layers):
             k, v = self._tier.rolling_parts(self._tier.rolling[layer])  # [B, Hkv, D, G], [B, Hkv, G, D]
             self._rolling[layer] = tuple(map(put, self._layout.pack(k.swapaxes(2, 3), v)))
+        for layer in self._whole:
+            self._fill(layer)
+
+    def _fill(self, layer: int) -> None:
+        """Every group of the prompts into the slot of its number."""
+        groups = np.concatenate([np.arange(count, dtype=np.int32) for count in self._filled.tolist()])
+        rows = np.repeat(np.arange(self._plan.batch, dtype=np.int32), self._filled)
+        lane, most = self._lanes[0], self._pools.most(layer)
+        for first in range(0, len(groups), most):
+            here = slice(first, first + most)
+            if lane.fence is not None:
+                lane.fence.block_until_ready()
+            try:
+                lane.reader.start(layer, rows[here], groups[here], lane.staging.records[: len(rows[here])])
+                lane.reader.finish()
+            except BaseException:
+                lane.reader.cancel()
+                lane.staging.buffer[...] = 0  # see `_give_up`
+                raise
+            lane.fence = self._pools.load(layer, lane.staging, rows[here], groups[here])
+        self._pools.used[layer].host[rows, groups] = True
 
     # ---- a step --------------------------------------------------------------------------------------
 
@@ -141,11 +178,15 @@ class GroupCache(OffloadCache):
         g = self._plan.group_tokens
         newest = np.where(active & ((held + 1) % g == 0), held // g, -1)  # groups that this step completes
         for layer, params in enumerate(layers):
-            if (by_layer and layer == 0) or (self._step == 0 and not by_layer):
+            if layer in self._whole:
+                self._place_completed(layer)
+            elif (by_layer and layer == 0) or (self._step == 0 and not by_layer):
                 self._predict(layer, params, x, lengths)
                 self._want(layer, self._step, self._newest)
                 self._request(layer)
             following = layer + 1 if by_layer and layer + 1 < len(layers) else None
+            if following in self._whole:
+                following = None
             if following is not None:
                 self._predict(following, layers[following], x, lengths)
             self._land(layer, x)
@@ -185,9 +226,33 @@ class GroupCache(OffloadCache):
         if rows.size:
             k, v = self._layout.unpack(tuple(map(fetch, self._rolling[layer])))  # [B, Hkv, G, D] each
             for row in rows.tolist():
-                self._pending.write(layer, row, int(newest[row]), k[row].swapaxes(1, 2), v[row])
+                group = int(newest[row])
+                record = self._pending.write(layer, row, group, k[row].swapaxes(1, 2), v[row])
+                if layer in self._whole:
+                    self._completed[layer][row, group] = record
+        if layer in self._whole:
+            return
         if self._choice.lookahead == "step":
             self._want(layer, self._step + 1, newest)
+
+    def _place_completed(self, layer: int) -> None:
+        """The groups that the step before completed in a layer that keeps every group, into their slots."""
+        completed, self._completed[layer] = self._completed[layer], {}
+        if not completed:
+            return
+        lane = self._free.popleft()
+        if lane.fence is not None:
+            lane.fence.block_until_ready()
+        places, most = np.array(list(completed), np.int32), self._pools.most(layer)
+        records = np.stack(list(completed.values()))
+        for first in range(0, len(places), most):
+            here = slice(first, first + most)
+            if first:
+                jax.block_until_ready(lane.fence)
+            lane.staging.records[: len(records[here])] = records[here]
+            lane.fence = self._pools.load(layer, lane.staging, *places[here].T)
+        self._free.append(lane)
+        self._pools.used[layer].host[tuple(places.T)] = True
 
     def _ahead_of(self, layer: int) -> int:
         """The layer that is as far behind the running one as there are lanes for; it may be of the next step."""
@@ -210,17 +275,21 @@ class GroupCache(OffloadCache):
     def _run(
         self, layer: int, params: Params, x: jax.Array, lengths: jax.Array, following: int | None
     ) -> jax.Array:
-        used = self._used[layer].device
+        pool, used = self._pools.arrays[layer], self._pools.used[layer].device
         after = self._no_ids if following is None else self._ids[following]
+        if layer in self._whole:
+            assert self._graphs.whole is not None
+            x, self._rolling[layer] = self._graphs.whole(
+                params, x, pool, used, lengths, after, self._rolling[layer]
+            )
+            return x
         state = (self._rolling[layer], self._summary[layer])
         segment = self._graphs.segment
         if self._graphs.between is not None and not self._due(layer, self._step + 1):
             segment = self._graphs.between
         elif self._choice.lookahead == "step":
             state = (*state, self._ids[layer])
-        x, *state = segment(
-            params, self._adapters[layer], x, self._pools[layer], used, lengths, after, *state
-        )
+        x, *state = segment(params, self._adapters[layer], x, pool, used, lengths, after, *state)
         self._rolling[layer], self._summary[layer], *ids = state
         if ids:
             (self._ids[layer],) = ids
@@ -264,7 +333,7 @@ class GroupCache(OffloadCache):
         try:
             for first in range(0, request.misses, len(lane.staging.records)):
                 if first:  # more than the largest load: the rest is read now
-                    jax.block_until_ready(self._pools[layer])
+                    jax.block_until_ready(self._pools.arrays[layer])
                     self._read(request, lane, first)
                     self._overflow_loads += 1
                 asked = time.perf_counter()
@@ -283,7 +352,7 @@ class GroupCache(OffloadCache):
         table = self._table
         table.publish(request)
         kept = self._choice.attended == "kept"
-        self._used[layer].host[:, :-1] = table.kept_mask(layer) if kept else table.use_mask(request)
+        self._pools.used[layer].host[:, : self._choice.reuse_slots] = table.kept_mask(layer) if kept else table.use_mask(request)
 
     def _give_up(self, request: Request, lane: Lane) -> None:
         lane.reader.cancel()
@@ -292,20 +361,10 @@ class GroupCache(OffloadCache):
         self._free.append(lane)
 
     def _load(self, request: Request, lane: Lane, first: int) -> None:
-        sizes, layer = self._choice.load_buckets, request.layer
-        count = min(request.misses - first, sizes[-1])
-        size = next(n for n in sizes if n >= count)
-        rows = np.zeros(size, np.int32)
-        slots = np.full(size, self._choice.reuse_slots, np.int32)  # padding goes to the spare slot
-        rows[:count] = request.missing_rows[first : first + count]
-        slots[:count] = request.missing_slots[first : first + count]
-        keys: tuple[Any, ...] = ()
-        if not self._keyed:
-            groups = np.zeros(size, np.int32)
-            groups[:count] = request.missing_groups[first : first + count]
-            keys = (groups, self._summary[layer])
-        self._pools[layer], lane.fence = self._graphs.load[size](
-            self._pools[layer], lane.staging.arrived(size), rows, slots, *keys
+        layer, here = request.layer, slice(first, first + len(lane.staging.records))
+        keys = () if self._keyed else (request.missing_groups[here], self._summary[layer])
+        lane.fence = self._pools.load(
+            layer, lane.staging, request.missing_rows[here], request.missing_slots[here], *keys
         )
 
     def settle(self, held: np.ndarray, active: np.ndarray) -> None:
@@ -340,7 +399,8 @@ class GroupCache(OffloadCache):
             super().close()
             for lane in self._lanes:
                 lane.reader.close()
-            self._pools, self._rolling, self._summary, self._ids = [], [], [], []
+            self._rolling, self._summary, self._ids = [], [], []
+            self._pools.forget()
             self._tier.release()
 
     @property
@@ -361,14 +421,12 @@ class GroupCache(OffloadCache):
         )
 
     def addresses(self) -> dict[str, int]:
-        named = {"ids": self._ids}
-        for i in range(len(jax.tree.leaves(self._summary[:1]))):
-            named[f"summary.{i}"] = [jax.tree.leaves(summary)[i] for summary in self._summary]
-        for i in range(len(self._plan.pool_shapes)):
-            named[f"pool.{i}"] = [pool[i] for pool in self._pools]
-            named[f"rolling.{i}"] = [rolling[i] for rolling in self._rolling]
+        named = {
+            "ids": self._ids, "summary": self._summary, "pool": self._pools.arrays, "rolling": self._rolling
+        }  # fmt: skip
         return {
-            f"{name}.{layer}": array.unsafe_buffer_pointer()
-            for name, arrays in named.items()
-            for layer, array in enumerate(arrays)
+            f"{name}.{layer}.{i}": array.unsafe_buffer_pointer()
+            for name, layers in named.items()
+            for layer, arrays in enumerate(layers)
+            for i, array in enumerate(jax.tree.leaves(arrays))
         }

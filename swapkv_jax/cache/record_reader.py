@@ -17,11 +17,13 @@ class PendingWrites:
         self._tier, self._pool = tier, pool
         self._writes: dict[tuple[int, int, int], tuple[np.ndarray, Future[None]]] = {}
 
-    def write(self, layer: int, row: int, group: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Starts to write a complete group, K [Hkv, D, G] and V [Hkv, G, D], which are copied."""
+    def write(self, layer: int, row: int, group: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Starts to write a complete group, K [Hkv, D, G] and V [Hkv, G, D], which are copied; the record, uint8
+        [stride], which must stay as it is."""
         record = self._tier.new_record(k, v)
         job = self._pool.submit(self._tier.write, layer, row, group, record)
         self._writes[layer, row, group] = (record[0], job)
+        return record[0]
 
     def find(self, layer: int, rows: np.ndarray, groups: np.ndarray) -> dict[int, np.ndarray]:
         """Which of these groups are still in memory: index → record, uint8 [stride].

@@ -16,6 +16,15 @@ from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
 from swapkv_jax.trace import span
 
 
+def in_steps(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values [n, Hkv, ., .] as the nearest multiples of a step, int8, and each KV head's step, float32 [n, Hkv]."""
+    values = values.astype(np.float32)
+    steps = np.abs(values).max(axis=(2, 3)) / np.float32(127)
+    # Next to nothing, a step is none, and so are its values: its inverse might not be finite.
+    per_step = np.divide(1, steps, out=np.zeros_like(steps), where=steps > np.finfo(np.float32).tiny)
+    return np.rint(values * per_step[..., None, None]).astype(np.int8), steps
+
+
 class RecordTier:
     """One sequence file per row; tokens that do not fill a group yet stay in `rolling` [L, B, stride] uint8.
 
@@ -36,25 +45,36 @@ class RecordTier:
     def parts(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """K [n, Hkv, D, G] and V [n, Hkv, G, D] of records uint8 [n, stride], as views; K [n, 0, D, G] where records
         have none."""
-        return self._parts(records, self._plan.key_heads)
+        return self._parts(records, self._plan.key_heads, self._plan.cache_dtype)
 
     def rolling_parts(self, rolling: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The same of part of `rolling`, [n, bytes], which has K in any case."""
-        return self._parts(rolling, self._plan.kv_heads)
+        return self._parts(rolling, self._plan.kv_heads, self._plan.rolling_dtype)
 
-    def _parts(self, records: np.ndarray, key_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    def _parts(self, records: np.ndarray, key_heads: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         p, n = self._plan, len(records)
-        head = p.head_dim * p.group_tokens * p.itemsize
+        head = p.head_dim * p.group_tokens * np.dtype(dtype).itemsize
         keys, values = key_heads * head, p.kv_heads * head
-        k = records[:, :keys].view(p.cache_dtype).reshape(n, key_heads, p.head_dim, p.group_tokens)
-        v = records[:, keys : keys + values].view(p.cache_dtype)
+        k = records[:, :keys].view(dtype).reshape(n, key_heads, p.head_dim, p.group_tokens)
+        v = records[:, keys : keys + values].view(dtype)
         return k, v.reshape(n, p.kv_heads, p.group_tokens, p.head_dim)
+
+    def put(self, records: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Puts K [n, Hkv, D, G] and V [n, Hkv, G, D] into records uint8 [n, stride]; of int8 their steps after
+        them, float32 [Hkv, 2]."""
+        k = k[:, : self._plan.key_heads]
+        k_out, v_out = self.parts(records)
+        if self._plan.cache_dtype != "int8":
+            k_out[...], v_out[...] = k, v
+            return
+        steps = records[:, k_out[0].nbytes + v_out[0].nbytes : self._plan.payload_bytes].view(np.float32)
+        k_out[...], steps[:, 0::2] = in_steps(k)
+        v_out[...], steps[:, 1::2] = in_steps(v)
 
     def new_record(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """A record of its own, uint8 [1, stride], of a group's K [Hkv, D, G] and V [Hkv, G, D]."""
         record = aligned_buffer(self._plan.stride_bytes)[None]
-        k_out, v_out = self.parts(record)
-        k_out[0], v_out[0] = k[: self._plan.key_heads], v
+        self.put(record, k[None], v[None])
         return record
 
     def keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray, batch: int) -> None:
@@ -64,11 +84,10 @@ class RecordTier:
         scratch = aligned_buffer(batch * p.stride_bytes).reshape(batch, p.stride_bytes)
         for first in range(0, whole, batch):
             n = min(batch, whole - first)
-            k_out, v_out = self.parts(scratch[:n])
             tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
-            keys = k[: p.key_heads, :, tokens].reshape(p.key_heads, p.head_dim, n, p.group_tokens)
-            k_out[...] = keys.transpose(2, 0, 1, 3)
-            v_out[...] = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim).transpose(1, 0, 2, 3)
+            keys = k[:, :, tokens].reshape(p.kv_heads, p.head_dim, n, p.group_tokens)
+            values = v[:, tokens].reshape(p.kv_heads, n, -1, p.head_dim)
+            self.put(scratch[:n], keys.transpose(2, 0, 1, 3), values.transpose(1, 0, 2, 3))
             self.write(layer, row, first, scratch[:n])
         if rest:
             k_out, v_out = self.rolling_parts(self.rolling[layer, row][None])
