@@ -352,7 +352,9 @@ class GroupCache(OffloadCache):
         table = self._table
         table.publish(request)
         kept = self._choice.attended == "kept"
-        self._pools.used[layer].host[:, : self._choice.reuse_slots] = table.kept_mask(layer) if kept else table.use_mask(request)
+        self._pools.used[layer].host[:, : self._choice.reuse_slots] = (
+            table.kept_mask(layer) if kept else table.use_mask(request)
+        )
 
     def _give_up(self, request: Request, lane: Lane) -> None:
         lane.reader.cancel()

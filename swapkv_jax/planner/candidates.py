@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -12,9 +12,10 @@ import msgspec
 from swapkv_jax.attention_choice import Attention, default_attention
 from swapkv_jax.errors import PlanError
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.plan import DType, Plan, Tier, Transport, staging_shape
+from swapkv_jax.plan import DType, KVDType, Plan, Tier, Transport, staging_shape
 from swapkv_jax.plan_buffers import ITEMSIZE
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, weight_bytes
+from swapkv_jax.planner.measured_models import MeasuredChoice, measured_choice
 from swapkv_jax.selection import Lookahead, Selection
 
 CacheChoice = Literal["auto", "resident", "layer", "group"]
@@ -40,7 +41,7 @@ class Request:
     batch: int = 1
     max_context: int | None = None
     dtype: DType = "float32"
-    kv_dtype: DType | None = None
+    kv_dtype: KVDType | None = None
     physical_layers: int | None = None
     group_tokens: int | None = None
     group_size: int = GROUP_SIZE
@@ -137,7 +138,11 @@ def _layer(request: Request, tier: Tier) -> Plan:
 def _group(request: Request) -> Plan:
     tier = request.tier if request.cache == "group" else "auto"
     rows = request.batch if tier == "dram" else None
-    selection = request.overrides.get("selection") or _default_selection(request)
+    choice = SELECTION
+    if (measured := _measured(request)) is not None:
+        choice = measured.selection
+        request = replace(request, group_tokens=measured.group_tokens, kv_dtype="int8")
+    selection = request.overrides.get("selection") or _fitted(choice, request)
     plan = request.plan(
         policy="group",
         tier="dram" if rows else "disk",
@@ -167,32 +172,42 @@ def _attention(request: Request) -> Attention:
     )
 
 
-def _kv_dtype(request: Request) -> DType:
+def _kv_dtype(request: Request) -> KVDType:
     """Of policy `group`'s KV. In half the bytes there is room for twice the slots: of the same memory half as much is
     lost (measured)."""
     return request.kv_dtype or ("bfloat16" if request.dtype == "float32" else request.dtype)
 
 
-def _default_selection(request: Request) -> Selection:
-    """`SELECTION`, no larger than the context, the keys and the batch make use of. Its slots are of 16-bit KV: of any
-    other there are as many as that memory holds."""
+def _measured(request: Request) -> MeasuredChoice | None:
+    """What was measured of the model on a CPU, where nothing is asked that it would contradict."""
+    asked = request.group_tokens, request.kv_dtype, *map(request.overrides.get, ("selection", "attention"))
+    if request.platform != "cpu" or request.group_size != GROUP_SIZE or any(x is not None for x in asked):
+        return None
+    return measured_choice(request.geometry)
+
+
+def _fitted(choice: Selection, request: Request) -> Selection:
+    """`choice`, no larger than the context, the keys and the batch make use of. The slots of `SELECTION` are of 16-bit
+    KV: of any other there are as many as that memory holds."""
     g = request.geometry
     unit = max(1, request.group_size if request.group_tokens is None else request.group_tokens)
     context = g.context_limit if request.max_context is None else request.max_context
     groups = max(1, -(-context // unit))
-    pinned = SELECTION.sink_groups + SELECTION.recent_groups
-    room = SELECTION.reuse_slots * ITEMSIZE["bfloat16"] // ITEMSIZE[_kv_dtype(request)]
-    selected = max(pinned, min(SELECTION.selected_groups, room, groups))
+    pinned = choice.sink_groups + choice.recent_groups + (max(choice.refresh, default=1) > 1)
+    room = choice.reuse_slots
+    if choice is SELECTION:
+        room = room * ITEMSIZE["bfloat16"] // ITEMSIZE[_kv_dtype(request)]
+    selected = max(pinned, min(choice.selected_groups, room, groups))
     slots = max(pinned, min(room, groups))
     if request.platform == "tpu" and _attention(request) == "xla":
         # Slots, and one more for padding, fill whole tiles: they would be padded to that.
         tile = math.lcm(_TPU_LANES, unit) // unit
         slots = -(-(slots + 1) // tile) * tile - 1
     return msgspec.structs.replace(
-        SELECTION,
+        choice,
         selected_groups=selected,
         reuse_slots=slots,
-        rank=min(SELECTION.rank, g.kv_heads * g.head_dim),
+        rank=min(choice.rank, g.kv_heads * g.head_dim),
         load_buckets=load_buckets(request.batch, selected),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from swapkv_jax.errors import PlanError, UsageError
 from swapkv_jax.memory_limits import format_bytes
 from swapkv_jax.models.geometry import Geometry
-from swapkv_jax.plan import DType, Plan
+from swapkv_jax.plan import DType, KVDType, Plan
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, Needs, shortfalls
 from swapkv_jax.planner.candidates import CacheChoice, Request, TierChoice, candidates
 from swapkv_jax.planner.costs import UNKNOWN, Rates, StepCost, overhead, step_cost
@@ -55,7 +55,7 @@ def make_plan(
     batch: int = 1,
     max_context: int | None = None,
     dtype: DType = "float32",
-    kv_dtype: DType | None = None,
+    kv_dtype: KVDType | None = None,
     physical_layers: int | None = None,
     group_tokens: int | None = None,
     platform: str = "cpu",
@@ -77,7 +77,8 @@ def make_plan(
 
     Args:
       max_context: tokens per row, prompt and answer together (default: the model's limit).
-      kv_dtype: of KV under policy `group` (default: bfloat16 beside float32, else `dtype`).
+      kv_dtype: of KV under policy `group` (default: bfloat16 beside float32, else `dtype`; int8 where the model's
+        layers were measured, see `measured_models`).
       platform: "cpu", "gpu" or "tpu"; on a CPU device buffers may alias host memory.
       capability: a GPU's compute capability; with an unknown one policy `group` gets no kernel.
       rates: what bytes move at, for predictions.
