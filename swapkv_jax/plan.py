@@ -228,9 +228,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.slots_of(layer) + 1
 
     def pool_parts(self, slots: int) -> dict[str, Part]:
-        """The arrays of a layer's C1 = `slots` under `group`: `k`
-        [B, Hkv, D, C1·G] and `v` [B, Hkv, C1·G, D] for attention `xla`, one pool `kv` [B, Hkv, C1, G, W] for a kernel;
-        of int8 also `steps` [B, Hkv, 2, C1], what keys and values are multiples of."""
+        """The arrays of a layer's slots under `group`, C1 = `slots`: `k` [B, Hkv, D, C1·G] and `v` [B, Hkv, C1·G, D]
+        for attention `xla`, one pool `kv` [B, Hkv, C1, G, W] for a kernel; of int8 also `steps` [B, Hkv, 2, C1], what
+        keys and values are multiples of."""
         head, tokens, dim = (self.batch, self.kv_heads), self.group_tokens, self.head_dim
         dtype = self.held_dtype(self.cache_dtype)
         if self.attention != "xla":
@@ -245,8 +245,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def rolling_parts(self) -> dict[str, Part]:
-        """The arrays of one layer's rolling buffer under `group`: `k` and `v` [B, Hkv, G, D] for attention `xla`, both
-        in one `kv` [B, Hkv, G, W] for a kernel."""
+        """The arrays of one layer's rolling buffer under `group`: `k` and `v` [B, Hkv, G, D] for attention `xla`,
+        both in one `kv` [B, Hkv, G, W] for a kernel."""
         head, dtype = (self.batch, self.kv_heads, self.group_tokens), self.rolling_dtype
         if self.attention == "xla":
             return {part: Part((*head, self.head_dim), dtype) for part in "kv"}

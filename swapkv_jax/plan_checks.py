@@ -150,8 +150,8 @@ def _validate_int8(plan: Plan) -> None:
     values = plan.kv_heads * plan.head_dim * plan.group_tokens
     if values % 4:
         raise PlanError(
-            f"kv_dtype int8 keeps steps of 4 bytes each after Hkv·D·G = {values} bytes: G must be a multiple of 4, not "
-            f"{plan.group_tokens}; use that, or another kv_dtype"
+            f"kv_dtype int8 keeps steps of 4 bytes each after Hkv·D·G = {values} bytes: G must be a multiple of 4, "
+            f"not {plan.group_tokens}; use that, or another kv_dtype"
         )
     assert plan.selection is not None
     if not stores_keys(plan.selection):

@@ -240,8 +240,8 @@ class Int8Slots(ApartSlots):
     """As `ApartSlots`, of whole numbers in int8; a third array, [B, Hkv, 2, C1], has the steps that K and V of each
     slot are multiples of. A record ends in its steps, float32 [Hkv, 2].
 
-    (Queries and weights as two digits of int8 each, so that bytes are multiplied, gained nothing: their making took what
-    the products saved.)
+    (Queries and weights as two digits of int8 each, so that bytes are multiplied, gained nothing: their making took
+    what the products saved.)
     """
 
     def _numbers(self, part: jax.Array, dtype: Any) -> jax.Array:

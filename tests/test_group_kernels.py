@@ -134,7 +134,7 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
         rollings.append((near_k, near_v))
     xk = pools[0][0].transpose(0, 1, 4, 2, 3).reshape(b, heads, dim, -1)
     xv = pools[0][1].reshape(b, heads, -1, dim)
-    (width,) = {shape[-1] for shape in packed_plan.pool_shapes}
+    (width,) = {part.shape[-1] for part in packed_plan.pool_parts(1).values()}
     fill = [(0, 0)] * 4 + [(0, width - 2 * dim)]
     packed = np.pad(np.concatenate(pools[1], axis=-1), fill)
     packed_rolling = np.pad(np.concatenate(rollings[1], axis=-1), fill[1:])
@@ -209,7 +209,7 @@ def test_a_rolling_buffer_keeps_what_was_packed_and_appended(attention: Attentio
     shape = (plan.batch, plan.kv_heads, plan.group_tokens, plan.head_dim)
     k, v = rng.standard_normal((2, *shape)).astype(jnp.dtype(plan.dtype))
     packed = layout.pack(k, v)
-    assert tuple(part.shape for part in packed) == plan.rolling_shapes
+    assert [part.shape for part in packed] == [part.shape for part in plan.rolling_parts.values()]
     new_k, new_v = rng.standard_normal((2, *shape[:2], shape[3])).astype(k.dtype)
     newest = np.array([0, 3, 2], np.int32)
     after = jax.jit(layout.append)(packed, new_k, new_v, newest)

@@ -11,7 +11,7 @@ from engines import geometry
 
 from swapkv_jax import make_plan
 from swapkv_jax.attention_choice import Attention
-from swapkv_jax.plan import DType
+from swapkv_jax.plan import KVDType
 from swapkv_jax.selection import Selection
 from swapkv_jax.slot_layouts import slot_layout
 from swapkv_jax.writes import append_tokens, fill_layer, fill_records
@@ -34,10 +34,11 @@ def both_ways(
     [
         *((attention, "bfloat16") for attention in get_args(Attention)),
         ("xla", "float32"),
+        ("xla", "int8"),
         ("mosaic_gpu", "float32"),
     ],
 )
-def test_groups_into_slots(attention: Attention, kv_dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_into_slots(attention: Attention, kv_dtype: KVDType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that every layout has each record's K and V where they belong, and nothing else changes."""
     dim, tokens = (64, 8) if attention == "mosaic_hopper" else (80, TOKENS)
     model = geometry(head_dim=dim)
@@ -53,21 +54,35 @@ def test_groups_into_slots(attention: Attention, kv_dtype: DType, monkeypatch: p
         kv_dtype=kv_dtype,
     )
     rng = np.random.default_rng(0)
+    parts = plan.pool_parts(selection.reuse_slots + 1)
+    held = parts[next(iter(parts))].dtype
+
+    def numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return (8 * rng.standard_normal(shape, np.float32)).astype(dtype)
+
     pool = tuple(
-        rng.standard_normal(shape, np.float32).astype(kv_dtype).view(plan.pool_dtype)
-        for shape in plan.pool_shapes
+        numbers(part.shape, kv_dtype).view(held) if part.dtype == held else numbers(part.shape, part.dtype)
+        for part in parts.values()
     )
-    records = rng.standard_normal((RECORDS, plan.stride_bytes // plan.itemsize), np.float32).astype(kv_dtype)
+    records = numbers((RECORDS, plan.stride_bytes // plan.itemsize), kv_dtype)
+    sides = 2 * model.kv_heads * dim * tokens  # numbers of a record; of int8 their steps come after them
+    steps = numbers((RECORDS, model.kv_heads, 2), "float32")
+    if kv_dtype == "int8":
+        records[:, sides : plan.payload_bytes] = steps.reshape(RECORDS, -1).view(np.int8)
     rows = np.array([0, 0, 1, 2, 2], np.int32)
     slots = np.array([6, 1, 1, 0, 5], np.int32)
     looped, at_once = both_ways(slot_layout(plan).load, [pool, records, rows, slots], monkeypatch)
     for one, other in zip(looped, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
-    heads, size = model.kv_heads, plan.payload_bytes // plan.itemsize // 2
+    heads, size = model.kv_heads, sides // 2
     k, v = slots_of(pool, dim, tokens)
-    for record, row, slot in zip(records.view(plan.pool_dtype), rows, slots, strict=True):
+    for i, (record, row, slot) in enumerate(zip(records.view(held), rows, slots, strict=True)):
         k[row, :, slot] = record[:size].reshape(heads, dim, tokens).swapaxes(1, 2)
         v[row, :, slot] = record[size : 2 * size].reshape(heads, tokens, dim)
+        if kv_dtype == "int8":
+            pool[2][row, :, :, slot] = steps[i]
+    if kv_dtype == "int8":
+        np.testing.assert_array_equal(looped[2], pool[2])
     for loaded, expected in zip(slots_of(tuple(looped[:-1]), dim, tokens), (k, v), strict=True):
         np.testing.assert_array_equal(loaded, expected)
 
@@ -76,7 +91,7 @@ def slots_of(pool: tuple[np.ndarray, ...], dim: int, tokens: int) -> tuple[np.nd
     """K and V [B, Hkv, C1, G, D] of a pool, as views of it."""
     if len(pool) == 1:
         return pool[0][..., :dim], pool[0][..., dim : 2 * dim]
-    k, v = pool
+    k, v = pool[:2]
     return (
         k.reshape(*k.shape[:3], -1, tokens).transpose(0, 1, 3, 4, 2),
         v.reshape(*v.shape[:2], -1, tokens, dim),

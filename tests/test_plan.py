@@ -396,12 +396,58 @@ def test_buffers_of_group_add_up(case: tuple[Plan, Geometry]) -> None:
     assert memory.disk == plan.batch * file
 
 
+@pytest.mark.parametrize(
+    ("fields", "choice", "message"),
+    [
+        ({}, {"whole_layers": (3, 1)}, "rising numbers of layers, 0 to 6"),
+        ({}, {"whole_layers": (1, 1)}, "rising numbers of layers"),
+        ({}, {"whole_layers": (7,)}, "rising numbers of layers, 0 to 6"),
+        ({}, {"whole_layers": (-1, 2)}, "rising numbers of layers"),
+        ({}, {"whole_layers": tuple(range(7))}, "use policy resident"),
+        ({"kv_dtype": "int8", "group_tokens": 1}, {}, None),
+        (
+            {"attention": "mosaic_tpu", "kv_dtype": "int8"},
+            {},
+            "serves dtype of float32 or bfloat16, not int8",
+        ),
+    ],
+)
+def test_whole_layers_and_int8_that_cannot_work(
+    fields: dict[str, Any], choice: dict[str, Any], message: str | None
+) -> None:
+    assert GROUP.selection is not None
+    plan = msgspec.structs.replace(
+        GROUP, selection=msgspec.structs.replace(GROUP.selection, **choice), **fields
+    )
+    if message is None:
+        plan.validate(GEOMETRY)
+        return
+    with pytest.raises(PlanError, match=message):
+        plan.validate(GEOMETRY)
+
+
+def test_whole_layers_keep_every_group_and_no_summary() -> None:
+    assert GROUP.selection is not None
+    none = msgspec.structs.replace(GROUP.selection, whole_layers=())
+    assert none == GROUP.selection, "one form for one choice"
+    plan = msgspec.structs.replace(
+        GROUP, selection=msgspec.structs.replace(GROUP.selection, whole_layers=(2,)), kv_dtype="int8"
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    shapes = {b.name: b.shape for b in plan.buffers(GEOMETRY)}
+    assert shapes["pool.k.2"][-1] == (plan.groups + 1) * plan.group_tokens
+    assert shapes["pool.k.3"][-1] == (GROUP.selection.reuse_slots + 1) * plan.group_tokens
+    assert shapes["pool.steps.2"][-1] == plan.groups + 1
+    assert not {f"{kind}.2" for kind in ("summary", "ids", "queries", "adapter")} & shapes.keys()
+    assert {f"{kind}.3" for kind in ("summary", "ids", "queries", "adapter")} <= shapes.keys()
+
+
 def test_kv_in_another_dtype() -> None:
     """Slots, rolling buffers, staging and records take its bytes; naming the model's own is naming none."""
     halved = msgspec.structs.replace(GROUP, kv_dtype="bfloat16")
     assert (halved.cache_dtype, halved.dtype) == ("bfloat16", "float32")
-    assert halved.pool_dtype == "uint16", "on a CPU, which has no other arithmetic of 16 bits"
-    assert msgspec.structs.replace(halved, transport="copy").pool_dtype == "bfloat16"
+    assert halved.pool_parts(1)["k"].dtype == "uint16", "on a CPU, which has no other arithmetic of 16 bits"
+    assert msgspec.structs.replace(halved, transport="copy").pool_parts(1)["k"].dtype == "bfloat16"
     sizes, halves = ({b.name: b.bytes for b in plan.buffers(GEOMETRY)} for plan in (GROUP, halved))
     assert {name for name in sizes if sizes[name] == 2 * halves[name]} >= {
         "pool.k.0",

@@ -187,8 +187,8 @@ def _measured(request: Request) -> MeasuredChoice | None:
 
 
 def _fitted(choice: Selection, request: Request) -> Selection:
-    """`choice`, no larger than the context, the keys and the batch make use of. The slots of `SELECTION` are of 16-bit
-    KV: of any other there are as many as that memory holds."""
+    """`choice`, no larger than the context, the keys and the batch make use of. The slots of `SELECTION` are of
+    16-bit KV: of any other there are as many as that memory holds."""
     g = request.geometry
     unit = max(1, request.group_size if request.group_tokens is None else request.group_tokens)
     context = g.context_limit if request.max_context is None else request.max_context

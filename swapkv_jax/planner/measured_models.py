@@ -1,7 +1,7 @@
 """What was measured of a model's layers, for its plans of policy `group` on a CPU.
 
-A few layers lose most by what they do not see (of SmolLM2-135M five, found by selecting in one layer at a time every 16th
-step alone, see tools/performance.md): they keep every group, in int8, and the others then select rarely.
+A few layers lose most by what they do not see (of SmolLM2-135M five, found by letting one layer at a time select in
+every 16th step alone, see tools/performance.md): they keep every group, in int8, and the others then select rarely.
 """
 
 from __future__ import annotations
