@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from swapkv_jax.adapter import Adapter
-from swapkv_jax.allocator import keep_freed_memory
 from swapkv_jax.cache import CacheUse, make_cache
 from swapkv_jax.errors import UsageError
 from swapkv_jax.generation import Generation, PrefillProgress
@@ -70,7 +69,6 @@ class Engine:
             raise UsageError(
                 f"the plan is for {plan.dtype}, the model is in {model.dtype}; load it with dtype {plan.dtype}"
             )
-        keep_freed_memory()
         self.model, self.plan = model, plan
         plan.validate(model.geometry)
         self.params = jax.tree.map(jax.device_put, model.params)

@@ -85,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="of weights and KV (default: float32 on a CPU, else bfloat16)")
-    add("--kv-dtype", choices=dtypes, help="of KV under --cache group (default: bfloat16 beside float32 weights, else"
-        " as --dtype)")  # fmt: skip
+    add("--kv-dtype", choices=(*dtypes, "int8"), help="of KV under --cache group (default: bfloat16 beside float32 "
+        "weights, else as --dtype; int8 for models whose layers were measured)")  # fmt: skip
     add("--plan", metavar="FILE|NAME", help="a plan from a JSON file, or one that ships with the package")
     add("--device-memory", metavar="SIZE", help="budget on the device, weights included")
     add("--dram-memory", metavar="SIZE", help="budget of the DRAM tier")

@@ -78,6 +78,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Which of the `strategies` selects."""
         return "kvswap" if self.strategy is msgspec.UNSET else self.strategy
 
+    def selections_per_step(self, layers: int) -> float:
+        """How many of so many layers select in a step, on average."""
+        steps = self.refresh or (1,) * layers
+        return sum(1 / steps[layer] for layer in range(layers) if layer not in self.whole)
+
     def validate(self, key_size: int) -> None:
         """Raises PlanError naming what is wrong and what would work. `key_size`: Hkv·D."""
         for name, least, most in (("selected_groups", 1, 1 << 20), ("reuse_slots", 1, 1 << 20)):

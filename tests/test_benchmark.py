@@ -225,7 +225,7 @@ def test_missing_peer_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         (["--capture-dir", "x", "--prefill", "random"], 2, "leave one of them out"),
         (["--weights", "some"], 2, "invalid choice: 'some'"),
         (["--policies", "group", "--group-tier", "tape"], 2, "unknown tier 'tape'"),
-        (["--kv-dtype", "int8"], 2, "invalid choice: 'int8'"),
+        (["--kv-dtype", "fp8"], 2, "invalid choice: 'fp8'"),
         (["--policies", "group", "--rank", "99"], 2, "rank 99 is not between"),
         (["--policies", "group", "--rank", "8", "--adapter", "/no/such/adapter"], 1, "/no/such/adapter"),
         (["--model", "/no/such/model"], 1, "no such model"),

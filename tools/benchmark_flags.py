@@ -91,9 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
     add(
         "--kv-dtype",
-        choices=tuple(DTYPES),
-        help="of keys and values under every policy that selects (default: bfloat16 beside float32, else --dtype); "
-        "others keep --dtype",
+        choices=(*DTYPES, "int8"),
+        help="of keys and values under every policy that selects (default: bfloat16 beside float32, else --dtype; "
+        "int8 in the default plan of models whose layers were measured); others keep --dtype",
     )
     add_selection_flags(group)
     add_policy_flags(parser)

@@ -19,6 +19,7 @@ from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.cache import CacheUse
 from swapkv_jax.disk_reads import random_read_rate
+from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import Model
 from swapkv_jax.prefilled import Prefilled, Prompts
 from swapkv_jax.tiers import Syscalls, sequential_read_rate
@@ -214,6 +215,8 @@ class OurEngine:
             "memory_fraction": (held["device"] + held["dram"]) / plan.full_kv_bytes,
             "record_bytes": plan.payload_bytes if is_group else None,
             "group_bytes": 2 * kv_size if is_group else None,
+            "attended_groups": _attended_groups(plan) if is_group else None,
+            "summary_scans": _summary_scans(plan) if is_group else None,
             "summary_bytes": use.summary_bytes if is_group else None,
             "scan_s": scan_seconds(self._engine) if is_group else None,
             "compiles_during_decode": self._generation.compiles_during_decode,
@@ -223,6 +226,20 @@ class OurEngine:
     def close(self) -> None:
         self._engine.close()
         shutil.rmtree(self._store, ignore_errors=True)
+
+
+def _attended_groups(plan: Plan) -> int:
+    """Groups that all layers and rows attend in a step at full context, whatever was selected anew."""
+    choice = selection_of(plan)
+    kept = choice.reuse_slots if choice.attended == "kept" else choice.selected_groups
+    each = (plan.groups if layer in choice.whole else kept for layer in range(plan.layers))
+    return plan.batch * sum(min(groups, plan.groups) for groups in each)
+
+
+def _summary_scans(plan: Plan) -> float:
+    """How much of the summary a step reads, on average."""
+    choice = selection_of(plan)
+    return choice.selections_per_step(plan.layers) / (plan.layers - len(choice.whole))
 
 
 def _between(before: CacheUse, after: CacheUse) -> dict[str, float]:

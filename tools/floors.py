@@ -29,9 +29,9 @@ def floors(row: dict[str, Any], model: Model, memory_bytes_per_s: float) -> dict
 
 
 def _kv_bytes(row: dict[str, Any], model: Model) -> float:
-    """Bytes of KV that a step must read: all of it, or the summary and the selected groups."""
+    """Bytes of KV that a step must read: all of it, or what it attends and the summary where it selects."""
     if row["policy"] == "group":
-        return row["summary_bytes"] + row["groups_selected_per_step"] * row["group_bytes"]
+        return row["summary_scans"] * row["summary_bytes"] + row["attended_groups"] * row["group_bytes"]
     per_token = row["token_bytes"] or model.geometry.kv_bytes_per_token(DTYPES[model.dtype].itemsize)
     return row["batch"] * row["context"] * per_token
 

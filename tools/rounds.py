@@ -19,7 +19,8 @@ WARM_UP = 2  # rounds that are not counted
 # What a row says of a contender, if it does not apply to all: None then.
 DESCRIBED = (
     "policy", "selection", "peer", "setting", "precision", "tier", "plan", "physical_layers", "memory_fraction",
-    "record_bytes", "group_bytes", "summary_bytes", "scan_s", "compiles_during_decode", "weight_bytes", "token_bytes",
+    "record_bytes", "group_bytes", "attended_groups", "summary_scans", "summary_bytes", "scan_s",
+    "compiles_during_decode", "weight_bytes", "token_bytes",
 )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ _PASSES = 5
 
 
 def scan_seconds(engine: Engine) -> float:
-    """Seconds that all layers' predict graphs take per step: a layer's query, its scores over the whole summary
-    and their top M. (A layer's query costs the same at every context.)
+    """Seconds that the layers' predict graphs take per step, on average where not every step selects: a layer's
+    query, its scores over the whole summary and their top M. (A layer's query costs the same at every context.)
 
     Each call gets a summary of its own, or one that the processor's caches have lost since it was last read.
     Median of a few passes.
@@ -26,18 +26,21 @@ def scan_seconds(engine: Engine) -> float:
     graphs, plan, geometry = engine.program.group, engine.plan, engine.model.geometry
     assert graphs is not None, "policy group alone has a summary"
     shapes = {buffer.name: buffer for buffer in plan.buffers(geometry)}
+    choice = selection_of(plan)
+    selecting = [layer for layer in range(plan.layers) if layer not in choice.whole]
+    one = selecting[0]
     rng = np.random.default_rng(0)
 
     def random(name: str) -> jax.Array:
         buffer = shapes[name]
         values = rng.standard_normal(buffer.shape, np.float32)
         if buffer.dtype == "uint16":  # the bits of a summary in 16
-            return put(values.astype(selection_of(plan).summary_dtype).view(np.uint16))
+            return put(values.astype(choice.summary_dtype).view(np.uint16))
         return put(values.astype(buffer.dtype))
 
-    x, queries = random("x"), random("queries.0")
-    adapter = random("adapter.0") if "adapter.0" in shapes else ()
-    parts = {name: b for name, b in shapes.items() if name.startswith("summary.") and name.endswith(".0")}
+    x, queries = random("x"), random(f"queries.{one}")
+    adapter = random(f"adapter.{one}") if f"adapter.{one}" in shapes else ()
+    parts = {n: b for n, b in shapes.items() if n.startswith("summary.") and n.endswith(f".{one}")}
     copies = min(plan.layers, -(-_MORE_THAN_CACHES // sum(part.bytes for part in parts.values())))
 
     def summary() -> Any:
@@ -46,8 +49,8 @@ def scan_seconds(engine: Engine) -> float:
 
     summaries = [summary() for _ in range(copies)]
     lengths = put(np.full(plan.batch, plan.max_context - 1, np.int32))
-    layers = engine.params["layers"]
-    ids = put(np.zeros(shapes["ids.0"].shape, np.int32))
+    layers = [engine.params["layers"][layer] for layer in selecting]
+    ids = put(np.zeros(shapes[f"ids.{one}"].shape, np.int32))
 
     def one_pass() -> float:
         nonlocal ids
@@ -58,4 +61,5 @@ def scan_seconds(engine: Engine) -> float:
         return time.perf_counter() - started
 
     one_pass()
-    return float(np.median([one_pass() for _ in range(_PASSES)]))
+    part = choice.selections_per_step(plan.layers) / len(selecting)
+    return part * float(np.median([one_pass() for _ in range(_PASSES)]))

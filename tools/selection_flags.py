@@ -105,4 +105,6 @@ def _metavar(hint: Any) -> str:
 
 def written(value: Any) -> str:
     """A field's value as its flag takes it."""
+    if value is msgspec.UNSET:
+        return "none"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()

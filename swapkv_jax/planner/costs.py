@@ -119,10 +119,11 @@ def _transfer_seconds(plan: Plan, rates: Rates) -> float | None:
         return 0.0
     if plan.policy == "group":
         assert plan.selection is not None
-        missed = MISSES * plan.selection.selected_groups  # per layer and row
+        missed = MISSES * plan.selection.selected_groups  # per selection and row
+        selections = plan.selection.selections_per_step(plan.layers)
         from_disk = missed * (plan.batch - (plan.dram_rows or 0))
-        size, link_bytes = plan.stride_bytes, missed * plan.batch * plan.layers * plan.stride_bytes
-        reads, depth = from_disk * plan.layers, from_disk
+        size, link_bytes = plan.stride_bytes, missed * plan.batch * selections * plan.stride_bytes
+        reads, depth = from_disk * selections, from_disk
     else:
         link_bytes = _kv_bytes(plan, plan.capacity)
         size = (plan.staging_groups or 0) * plan.stride_bytes
