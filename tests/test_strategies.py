@@ -387,7 +387,8 @@ def test_shadowkv_makes_keys_of_a_prompts_factors(
         if np.unique(np.round(cosines, 5)).size == cosines.size:
             assert found == exact
         else:
-            assert len(found) == len(exact) and found >= exact - {*worst.tolist()}
+            assert len(found) == len(exact)
+            assert found >= exact - {*worst.tolist()}
         exact = found
         expected[row, np.array([*exact], int)] = 1e30
 
