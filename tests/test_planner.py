@@ -401,7 +401,7 @@ def test_a_measured_model_has_its_own_default_on_a_cpu() -> None:
     plan = make_plan(geometry, cache="group", batch=8, max_context=7782)
     held = kv_bytes(plan, geometry)
     assert plan.selection is not None
-    assert (plan.cache_dtype, plan.selection.whole) == ("int8", (7, 17, 18, 20, 23))
+    assert (plan.cache_dtype, plan.selection.whole) == ("int8", (7, 18, 20))
     assert held["device"] + held["dram"] <= plan.full_kv_bytes / 10
     short = make_plan(geometry, cache="group", max_context=100).selection
     assert short is not None
