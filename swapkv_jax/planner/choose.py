@@ -193,8 +193,9 @@ def describe(plan: Plan) -> str:
     if plan.selection is not None:
         s = plan.selection
         kept = f", {plan.dram_rows} of {plan.batch} row(s) in DRAM too" if plan.dram_rows else ""
+        whole = f", {len(s.whole)} layers whole" if s.whole else ""
         return (
             f"group (tier {plan.tier}{kept}; {s.selected_groups} of up to {plan.groups} groups of "
-            f"{plan.group_tokens}, rank {s.rank}, attention {plan.attention})"
+            f"{plan.group_tokens}, rank {s.rank}{whole}, attention {plan.attention})"
         )
     return f"layer (tier {plan.tier}, {plan.physical_layers} physical layers)"

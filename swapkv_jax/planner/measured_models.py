@@ -1,7 +1,8 @@
 """What was measured of a model's layers, for its plans of policy `group` on a CPU.
 
 A few layers lose most by what they do not see (of SmolLM2-135M 7, 18 and 20, found by letting one layer at a time
-select in every 16th step alone, see tools/performance.md): they keep every group, in int8, and the others select rarely.
+select in every 16th step alone, see tools/performance.md). They keep every group, in int8, and the others select
+rarely.
 """
 
 from __future__ import annotations
