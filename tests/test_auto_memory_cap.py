@@ -20,7 +20,7 @@ ROWS, CONTEXT = 8, 7000  # 2,461 MiB of KV and 513 MiB of weights
     [
         (1300, [], "group"),
         (1300, ["--exact"], "layer"),
-        (1080, [], "layer"),  # too little for group's summaries
+        (1045, [], "layer"),  # too little for group
         (800, [], None),
     ],
 )

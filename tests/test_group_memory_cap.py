@@ -140,7 +140,7 @@ def test_group_goes_on_where_the_whole_cache_would_not_fit(cap: MemoryCap, tmp_p
         end = child.hear()
         assert end["reasons"] == ["length"] * BATCH
         assert end["steps"] == NEW - 1
-        assert end["disk"] > 1.5 * CAP
+        assert end["disk"] > CAP / 2  # all of it in int8, a quarter of what `resident` would hold
         assert child.process.wait() == 0
 
 
