@@ -8,7 +8,6 @@ of arrays, those of `plan.pool_parts` and `plan.rolling_parts`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -182,28 +181,6 @@ class ApartSlots(SlotLayout):
     def _by_slot(self, x: Float[Array, "B Hkv R n"]) -> Float[Array, "B Hkv R C1 G"]:
         """A CPU's XLA goes over slots and their tokens fast; to find a token's slot it would divide."""
         return x.reshape(*x.shape[:3], -1, self._tokens)
-
-    def _merged(
-        self,
-        q: Float[Array, "B Hkv R D"],
-        far: Float[Array, "B Hkv R C1 G"],
-        used: Bool[Array, "B C1"],
-        weigh: Callable[[jax.Array], jax.Array],
-        rolling: Parts,
-        newest: Int[Array, " B"],
-    ) -> Float[Array, "B Hkv R D"]:
-        """What is attended in all, of the slots' logits and of what weighs their values."""
-        k, v = (part.astype(q.dtype) for part in rolling)
-        near = jnp.einsum("bkrd,bkgd->bkrg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        far = jnp.where(used[:, None, None, :, None], far, -jnp.inf)
-        near = jnp.where((jnp.arange(self._tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
-        # Finite: the new token is always near.
-        far = far.reshape(*far.shape[:3], -1)
-        top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
-        far, near = jnp.exp(far - top), jnp.exp(near - top)
-        out = weigh(far)
-        out = out + jnp.einsum("bkrg,bkgd->bkrd", near.astype(q.dtype), v, preferred_element_type=jnp.float32)
-        return (out / (far.sum(axis=-1) + near.sum(axis=-1))[..., None]).astype(q.dtype)
 
     def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
         return rolling[0]

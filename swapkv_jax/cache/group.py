@@ -20,10 +20,12 @@ import numpy as np
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.attention_choice import query_columns
 from swapkv_jax.cache.base import CacheUse
+from swapkv_jax.cache.lanes import Lane
 from swapkv_jax.cache.offload import OffloadCache
 from swapkv_jax.cache.record_reader import PendingWrites, RecordReader
 from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.cache.slot_pools import SlotPools
+from swapkv_jax.cache.whole_layers import WholeLayers
 from swapkv_jax.graph import scalar
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models.blocks import Params, query_weights
@@ -37,17 +39,6 @@ from swapkv_jax.tiers import DiskStore
 from swapkv_jax.trace import span
 
 KEEP_BATCH = 64  # records written at a time by prefill
-
-
-@dataclass
-class Lane:
-    """A staging slot and what fills it, since `started` (seconds of `time.perf_counter`). `fence` is ready when the
-    last load from the slot has read it."""
-
-    staging: StagingBuffer
-    reader: RecordReader
-    fence: jax.Array | None = None
-    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +61,9 @@ class GroupCache(OffloadCache):
         self._pending = PendingWrites(self._tier, self._io)
         b = plan.batch
         each = range(plan.layers)
-        self._whole = frozenset(choice.whole)
         self._layout = slot_layout(plan)
         self._pools = SlotPools(plan, self._graphs)
+        self._whole = WholeLayers(plan, self._pools)
         self._rolling = [self._empty_rolling() for _ in each]
         self._keyed = stores_keys(choice)
         # Of layers that select: the others have none of these.
@@ -89,8 +80,6 @@ class GroupCache(OffloadCache):
         self._refresh = choice.refresh or (1,) * plan.layers
         self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
         self._asked = [True] * plan.layers  # whether what is wanted has been requested
-        self._completed: dict[int, dict[tuple[int, int], np.ndarray]] = {layer: {} for layer in self._whole}
-        self._filled = np.zeros(b, np.int64)  # groups of each row that its prompt completed
         self._step = 0
         self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
         self._read_s = 0.0
@@ -124,9 +113,7 @@ class GroupCache(OffloadCache):
         self._drain()
         self._table.clear()
         self._step, self._newest = 0, np.full(self._plan.batch, -1)
-        for layer in self._whole:
-            self._completed[layer] = {}
-            self._pools.used[layer].host[...] = False
+        self._whole.clear()
         self._tier.open(names, limits)
 
     def filled(self, layer: int, row: int, length: int, k: jax.Array, v: jax.Array) -> None:
@@ -135,7 +122,7 @@ class GroupCache(OffloadCache):
             self._summary[layer] = self._graphs.summarise(
                 self._summary[layer], self._adapters[layer], k, scalar(row), *tokens
             )
-        self._filled[row] = length // self._plan.group_tokens
+        self._whole.prefilled(row, length)
         super().filled(layer, row, length, k, v)
 
     def _keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -147,27 +134,7 @@ class GroupCache(OffloadCache):
         for layer in range(self._plan.layers):
             k, v = self._tier.rolling_parts(self._tier.rolling[layer])  # [B, Hkv, D, G], [B, Hkv, G, D]
             self._rolling[layer] = tuple(map(put, self._layout.pack(k.swapaxes(2, 3), v)))
-        for layer in self._whole:
-            self._fill(layer)
-
-    def _fill(self, layer: int) -> None:
-        """Every group of the prompts into the slot of its number."""
-        groups = np.concatenate([np.arange(count, dtype=np.int32) for count in self._filled.tolist()])
-        rows = np.repeat(np.arange(self._plan.batch, dtype=np.int32), self._filled)
-        lane, most = self._lanes[0], self._pools.most(layer)
-        for first in range(0, len(groups), most):
-            here = slice(first, first + most)
-            if lane.fence is not None:
-                lane.fence.block_until_ready()
-            try:
-                lane.reader.start(layer, rows[here], groups[here], lane.staging.records[: len(rows[here])])
-                lane.reader.finish()
-            except BaseException:
-                lane.reader.cancel()
-                lane.staging.buffer[...] = 0  # see `_give_up`
-                raise
-            lane.fence = self._pools.load(layer, lane.staging, rows[here], groups[here])
-        self._pools.used[layer].host[rows, groups] = True
+        self._whole.fill(self._lanes[0])
 
     # ---- a step --------------------------------------------------------------------------------------
 
@@ -179,7 +146,7 @@ class GroupCache(OffloadCache):
         newest = np.where(active & ((held + 1) % g == 0), held // g, -1)  # groups that this step completes
         for layer, params in enumerate(layers):
             if layer in self._whole:
-                self._place_completed(layer)
+                self._whole.place(layer, self._free[0])
             elif (by_layer and layer == 0) or (self._step == 0 and not by_layer):
                 self._predict(layer, params, x, lengths)
                 self._want(layer, self._step, self._newest)
@@ -229,30 +196,11 @@ class GroupCache(OffloadCache):
                 group = int(newest[row])
                 record = self._pending.write(layer, row, group, k[row].swapaxes(1, 2), v[row])
                 if layer in self._whole:
-                    self._completed[layer][row, group] = record
+                    self._whole.complete(layer, row, group, record)
         if layer in self._whole:
             return
         if self._choice.lookahead == "step":
             self._want(layer, self._step + 1, newest)
-
-    def _place_completed(self, layer: int) -> None:
-        """The groups that the step before completed in a layer that keeps every group, into their slots."""
-        completed, self._completed[layer] = self._completed[layer], {}
-        if not completed:
-            return
-        lane = self._free.popleft()
-        if lane.fence is not None:
-            lane.fence.block_until_ready()
-        places, most = np.array(list(completed), np.int32), self._pools.most(layer)
-        records = np.stack(list(completed.values()))
-        for first in range(0, len(places), most):
-            here = slice(first, first + most)
-            if first:
-                jax.block_until_ready(lane.fence)
-            lane.staging.records[: len(records[here])] = records[here]
-            lane.fence = self._pools.load(layer, lane.staging, *places[here].T)
-        self._free.append(lane)
-        self._pools.used[layer].host[tuple(places.T)] = True
 
     def _ahead_of(self, layer: int) -> int:
         """The layer that is as far behind the running one as there are lanes for; it may be of the next step."""
@@ -305,8 +253,7 @@ class GroupCache(OffloadCache):
         request = self._table.request(layer, self._wanted[layer])
         lane = self._free.popleft()
         try:
-            if lane.fence is not None:
-                lane.fence.block_until_ready()
+            lane.wait_reusable()
             self._read(request, lane, 0)
         except BaseException:
             self._give_up(request, lane)
@@ -357,8 +304,7 @@ class GroupCache(OffloadCache):
         )
 
     def _give_up(self, request: Request, lane: Lane) -> None:
-        lane.reader.cancel()
-        lane.staging.buffer[...] = 0  # damaged values must not stay where weight 0 would meet them
+        lane.give_up()
         self._table.cancel(request)
         self._free.append(lane)
 
