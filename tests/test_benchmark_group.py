@@ -18,7 +18,7 @@ from swapkv_jax import Engine, load_model, make_plan
 from swapkv_jax.accounting import kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.capture import capture
-from swapkv_jax.planner import SELECTION, load_buckets, weight_bytes
+from swapkv_jax.planner import GROUP_SIZE, SELECTION, load_buckets, weight_bytes
 from swapkv_jax.selection import Selection
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -189,7 +189,7 @@ def test_growth_with_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert grown["step_s"] == long["tpot_s"] - short["tpot_s"]
     assert grown["scan_s"] == long["scan_s"] - short["scan_s"]
     per_group = CHOICE.rank * 2 * 4  # bfloat16, 4 layers
-    expected = (640 - 64) // 4 * per_group / report["machine"]["memory_bytes_per_s"]
+    expected = (640 - 64) // GROUP_SIZE * per_group / report["machine"]["memory_bytes_per_s"]
     assert grown["scan_floor_s"] == pytest.approx(expected)
     assert report["model"].endswith("with random weights")
     assert "reuse is lower" in report["notes"][0]

@@ -31,9 +31,14 @@ def floors(row: dict[str, Any], model: Model, memory_bytes_per_s: float) -> dict
 def _kv_bytes(row: dict[str, Any], model: Model) -> float:
     """Bytes of KV that a step must read: all of it, or what it attends and the summary where it selects."""
     if row["policy"] == "group":
-        return row["summary_scans"] * row["summary_bytes"] + row["attended_groups"] * row["group_bytes"]
+        return _scanned(row) + row["attended_groups"] * row["group_bytes"]
     per_token = row["token_bytes"] or model.geometry.kv_bytes_per_token(DTYPES[model.dtype].itemsize)
     return row["batch"] * row["context"] * per_token
+
+
+def _scanned(row: dict[str, Any]) -> float:
+    """Bytes of the summary that a step of policy `group` reads, on average."""
+    return row["summary_scans"] * row["summary_bytes"]
 
 
 def growth(rows: Sequence[dict[str, Any]], memory_bytes_per_s: float) -> list[dict[str, Any]]:
@@ -56,7 +61,7 @@ def growth(rows: Sequence[dict[str, Any]], memory_bytes_per_s: float) -> list[di
                     "contexts": [short["context"], long["context"]],
                     "step_s": long["tpot_s"] - short["tpot_s"],
                     "scan_s": long["scan_s"] - short["scan_s"],
-                    "scan_floor_s": (long["summary_bytes"] - short["summary_bytes"]) / memory_bytes_per_s,
+                    "scan_floor_s": (_scanned(long) - _scanned(short)) / memory_bytes_per_s,
                 }
             )
     return grown
