@@ -27,7 +27,7 @@ _SMOLLM2_135M = MeasuredChoice(
         selected_groups=100,
         reuse_slots=100,
         rank=64,
-        refresh=(16,) * 30,
+        refresh=(8,) * 30,
         whole_layers=(7, 18, 20),
     ),
 )
