@@ -160,7 +160,7 @@ def summarise(report: dict[str, Any]) -> str:
         )
     if io["reuse_rate"] is not None:
         lines.append(
-            f"  attended {io['groups_selected']} groups, {io['reuse_rate']:.1%} of them still in their slots; "
+            f"  selected {io['groups_selected']} groups, {io['reuse_rate']:.1%} of them still in their slots; "
             f"summary {format_bytes(io['summary_bytes'])}"
         )
     if (attention := report["attention"]) and attention["why_xla"]:
