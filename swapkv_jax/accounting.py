@@ -58,18 +58,17 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         segment = program.group.segment.memory.arguments - layer_weights - shared - ids
         predict = program.group.predict.memory.arguments - layer_weights - shared
         choice = selection_of(plan)
-        selecting = next(i for i in range(plan.layers) if i not in choice.whole)
 
         def of_layer(kind: str) -> int:
             """Bytes of a kind of buffer in a layer that selects."""
-            ends = f".{selecting}"
+            ends = f".{plan.selecting_layers[0]}"
             return sum(
                 n for name, n in buffers.items() if name.startswith(f"{kind}.") and name.endswith(ends)
             )
 
         summary = of_layer("summary")
         predict -= of_layer("adapter") + summary
-        compiled += ids + (plan.layers - len(choice.whole)) * (
+        compiled += ids + len(plan.selecting_layers) * (
             segment + predict - (ids if choice.lookahead == "step" else 0)
         )
         if program.group.whole is not None:

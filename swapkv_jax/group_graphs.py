@@ -7,7 +7,7 @@ what an adapter is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from swapkv_jax.models.geometry import Geometry
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import select
 from swapkv_jax.selection import Selection
-from swapkv_jax.slot_layouts import seen_as, slot_layout
+from swapkv_jax.slot_layouts import SlotLayout, seen_as, slot_layout
 from swapkv_jax.strategies.named import shadowkv_of, strategy_of
 from swapkv_jax.strategies.sizes import Part, has_adapter, map_parts, stores_keys
 
@@ -69,12 +69,12 @@ def compile_group_graphs(
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
     by_step = choice.lookahead == "step"
 
-    def slots(layers: Iterable[int]) -> tuple[Any, Shape]:
-        """The pool of any of these layers, which are alike, and which of its slots are in use."""
-        count = plan.pool_slots(next(iter(layers)))
+    def slots(layers: Sequence[int]) -> tuple[Any, Shape]:
+        """The pool of each of these layers, which are alike, and which of its slots are in use."""
+        count = plan.pool_slots(layers[0])
         return _shapes(plan.pool_parts(count)), Shape((b, count), jnp.bool_)
 
-    pool, used = slots(set(range(plan.layers)) - set(choice.whole))
+    pool, used = slots(plan.selecting_layers)
 
     def make_segment(*, selects: bool) -> Graph:
         state = [rolling, view.held, *([ids] if selects else [])]
@@ -197,10 +197,7 @@ def group_segment(
 
     def segment(params: Params, adapter, x, pool, used, lengths, after, rolling, summary, *ids):
         del after, ids  # given for their order and memory alone
-        q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
-        newest = lengths % plan.group_tokens
-        rolling = layout.append(rolling, k_new, v_new, newest)
-        x = block.finish(params, x, layout.attend(q, pool, used, rolling, newest))
+        x, rolling, q, k_new = _attend(block, layout, params, x, pool, used, lengths, rolling)
         # The write comes before the read, so that XLA can do it in place.
         keys = None if plan.place_tokens == 1 else layout.keys(rolling).astype(k_new.dtype)
         summary = strategy.advance(view.see(summary), adapter, k_new, keys, lengths)
@@ -215,16 +212,25 @@ def group_segment(
 def whole_segment(plan: Plan, block: BlockFunctions, *, interpret: Any = False) -> Callable[..., Any]:
     """A step of a layer that keeps every group: (params, x, pool, used, lengths, after, rolling) → x, rolling. See
     `group_segment`."""
-    layout = slot_layout(plan, interpret)
+    layout = slot_layout(plan, interpret, whole=True)
 
     def segment(params: Params, x, pool, used, lengths, after, rolling):
         del after
-        q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
-        newest = lengths % plan.group_tokens
-        rolling = layout.append(rolling, k_new, v_new, newest)
-        return block.finish(params, x, layout.attend(q, pool, used, rolling, newest)), rolling
+        x, rolling, _, _ = _attend(block, layout, params, x, pool, used, lengths, rolling)
+        return x, rolling
 
     return segment
+
+
+def _attend(
+    block: BlockFunctions, layout: SlotLayout, params: Params, x, pool, used, lengths, rolling
+) -> Any:
+    """A layer's step over its slots and its rolling buffer, which gets the new token: x, rolling, the queries and the
+    new token's key."""
+    q, k_new, v_new = block.project(params, x, lengths, lengths + 1)
+    newest = lengths % layout.tokens
+    rolling = layout.append(rolling, k_new, v_new, newest)
+    return block.finish(params, x, layout.attend(q, pool, used, rolling, newest)), rolling, q, k_new
 
 
 def group_predict(plan: Plan, block: BlockFunctions) -> Callable[..., Any]:

@@ -217,6 +217,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         s = self.capacity
         return (rows, self.kv_heads, self.head_dim, s), (rows, self.kv_heads, s, self.head_dim)
 
+    @property
+    def selecting_layers(self) -> tuple[int, ...]:
+        """The layers that select what they attend: under `group` all but the whole ones."""
+        whole = () if self.selection is None else self.selection.whole
+        return tuple(layer for layer in range(self.layers) if layer not in whole)
+
     def slots_of(self, layer: int) -> int:
         """Groups of a row that one layer has slots for under `group`."""
         choice = self.selection

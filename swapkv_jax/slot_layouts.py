@@ -28,7 +28,7 @@ class SlotLayout(abc.ABC):
     def __init__(self, plan: Plan):
         assert plan.selection is not None
         self._selection = plan.selection
-        self._heads, self._dim, self._tokens = plan.kv_heads, plan.head_dim, plan.group_tokens
+        self._heads, self._dim, self.tokens = plan.kv_heads, plan.head_dim, plan.group_tokens
 
     def load(
         self, pool: Parts, records: Float[Array, "n values"], rows: Int[Array, " n"], slots: Int[Array, " n"]
@@ -55,9 +55,9 @@ class SlotLayout(abc.ABC):
 
     def record_parts(self, records: Float[Array, "*n values"]) -> tuple[jax.Array, jax.Array]:
         """K [*n, Hkv, D, G] and V [*n, Hkv, G, D] of records."""
-        size, batch = self._heads * self._dim * self._tokens, records.shape[:-1]
-        k = records[..., :size].reshape(*batch, self._heads, self._dim, self._tokens)
-        return k, records[..., size : 2 * size].reshape(*batch, self._heads, self._tokens, self._dim)
+        size, batch = self._heads * self._dim * self.tokens, records.shape[:-1]
+        k = records[..., :size].reshape(*batch, self._heads, self._dim, self.tokens)
+        return k, records[..., size : 2 * size].reshape(*batch, self._heads, self.tokens, self._dim)
 
     def append(
         self,
@@ -67,7 +67,7 @@ class SlotLayout(abc.ABC):
         newest: Int[Array, " B"],
     ) -> Parts:
         """The rolling buffer with each row's new token at its index `newest`."""
-        here = (jnp.arange(self._tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
+        here = (jnp.arange(self.tokens) == newest[:, None])[:, None, :, None]  # [B, 1, G, 1]
         new = self._joined(k, v)
         return tuple(
             jnp.where(here, part[:, :, None].astype(old.dtype), old)
@@ -121,7 +121,7 @@ class ApartSlots(SlotLayout):
         newest: Int[Array, " B"],
     ) -> Float[Array, "B Hkv R D"]:
         """The two parts join by merging softmax sums (online softmax), so nothing is concatenated or copied. Slots
-        not in use take no part: any K there, even NaN, and any finite V; of int8 any scale."""
+        not in use take no part: any K there, even NaN, and any finite V; of int8 any step."""
         if pool[0].dtype == rolling[0].dtype:
             return self._attend(q, pool, used, rolling, newest)
         # A CPU has to widen slots of fewer bits before it multiplies. A few rows' heads at a time they stay in its
@@ -158,7 +158,7 @@ class ApartSlots(SlotLayout):
         far = jnp.einsum("bkrd,bkds->bkrs", q, pool_k, preferred_element_type=jnp.float32) * scale
         near = jnp.einsum("bkrd,bkgd->bkrg", q, rolling_k, preferred_element_type=jnp.float32) * scale
         far = jnp.where(used[:, None, None, :, None], self._by_slot(far) * k_steps, -jnp.inf)
-        near = jnp.where((jnp.arange(self._tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
+        near = jnp.where((jnp.arange(self.tokens) <= newest[:, None])[:, None, None], near, -jnp.inf)
         far = far.reshape(*far.shape[:3], -1)
         # Finite: the new token is always near.
         top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
@@ -180,7 +180,7 @@ class ApartSlots(SlotLayout):
 
     def _by_slot(self, x: Float[Array, "B Hkv R n"]) -> Float[Array, "B Hkv R C1 G"]:
         """A CPU's XLA goes over slots and their tokens fast; to find a token's slot it would divide."""
-        return x.reshape(*x.shape[:3], -1, self._tokens)
+        return x.reshape(*x.shape[:3], -1, self.tokens)
 
     def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
         return rolling[0]
@@ -196,7 +196,7 @@ class ApartSlots(SlotLayout):
         return k, v
 
     def _put_one(self, pool: Parts, record: jax.Array, row: jax.Array, slot: jax.Array) -> Parts:
-        zero, at = jnp.zeros((), jnp.int32), slot * self._tokens
+        zero, at = jnp.zeros((), jnp.int32), slot * self.tokens
         k, v = (part[None] for part in self.record_parts(record))
         return (
             jax.lax.dynamic_update_slice(pool[0], k, (row, zero, zero, at)),
@@ -204,7 +204,7 @@ class ApartSlots(SlotLayout):
         )
 
     def _put_all(self, pool: Parts, records: jax.Array, rows: jax.Array, slots: jax.Array) -> Parts:
-        at = slots[:, None] * self._tokens + jnp.arange(self._tokens, dtype=jnp.int32)  # [n, G]
+        at = slots[:, None] * self.tokens + jnp.arange(self.tokens, dtype=jnp.int32)  # [n, G]
         k, v = self.record_parts(records)
         k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)  # [n, G, Hkv, D]
         return (
@@ -245,7 +245,7 @@ class Int8Slots(ApartSlots):
 
     def _record_steps(self, records: jax.Array) -> jax.Array:
         """The steps [*n, Hkv, 2] of records [*n, stride]."""
-        first, count = 2 * self._heads * self._dim * self._tokens, 2 * self._heads
+        first, count = 2 * self._heads * self._dim * self.tokens, 2 * self._heads
         own = records[..., first : first + 4 * count].reshape(*records.shape[:-1], self._heads, 2, 4)
         return jax.lax.bitcast_convert_type(own, jnp.float32)
 
@@ -254,8 +254,11 @@ class PackedSlots(SlotLayout):
     """One pool [B, Hkv, C1, G, W]: a token's K and V side by side, then zeros where W is more. A kernel reads the
     slots that are attended and no others."""
 
-    def __init__(self, plan: Plan, interpret: Any = False):
+    def __init__(self, plan: Plan, interpret: Any = False, *, whole: bool = False):
         super().__init__(plan)
+        choice = self._selection
+        # Else the kernel is given no more than the selected slots.
+        self._every = whole or choice.attended == "kept" or choice.selected_groups == choice.reuse_slots
         self._backend, self._interpret = plan.attention, interpret
         self._width = slot_width(plan.attention, plan.head_dim)
 
@@ -286,13 +289,10 @@ class PackedSlots(SlotLayout):
 
     def _slots(self, used: Bool[Array, "B C1"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
         """The kernel's form of the slots in use: as many entries as there can be, and which of them count."""
-        choice, (batch, slots) = self._selection, used.shape
-        slots, used = slots - 1, used[:, :-1]  # the last slot is never in use
-        # A layer that has slots for every group attends all of them.
-        if choice.attended == "kept" or slots <= choice.selected_groups or slots != choice.reuse_slots:
-            each = jnp.arange(slots, dtype=jnp.int32)
-            return jnp.broadcast_to(each, (batch, slots)), used
-        valid, slots = jax.lax.top_k(used.astype(jnp.float32), choice.selected_groups)
+        used = used[:, :-1]  # the last slot is never in use
+        if self._every:
+            return jnp.broadcast_to(jnp.arange(used.shape[1], dtype=jnp.int32), used.shape), used
+        valid, slots = jax.lax.top_k(used.astype(jnp.float32), self._selection.selected_groups)
         return slots, valid > 0
 
     def keys(self, rolling: Parts) -> Float[Array, "B Hkv G D"]:
@@ -327,12 +327,13 @@ def seen_as(values: jax.Array, dtype: Any) -> jax.Array:
     return values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
 
 
-def slot_layout(plan: Plan, interpret: Any = False) -> SlotLayout:
+def slot_layout(plan: Plan, interpret: Any = False, *, whole: bool = False) -> SlotLayout:
     """The layout that the plan's attention reads.
 
     Args:
+      whole: of a layer that keeps every group, and attends them all.
       interpret: interprets the plan's kernel, for tests off its platform; see `gather_attention`.
     """
     if plan.attention == "xla":
         return Int8Slots(plan) if plan.cache_dtype == "int8" else ApartSlots(plan)
-    return PackedSlots(plan, interpret)
+    return PackedSlots(plan, interpret, whole=whole)

@@ -162,7 +162,9 @@ def test_layers_that_keep_every_group_are_resident(
     assert device.planned == device.compiled == plan.memory(deep.geometry).device
 
 
-def test_only_layers_that_select_read_in_decode(deep: Model, adapter: Adapter, tmp_path: Path) -> None:
+def test_only_layers_that_select_read_in_decode(
+    deep: Model, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All groups of a whole layer are there before the first step, and its new ones come from memory."""
     whole = (0, 1, 2, 4, 5, 6)
     plan = group_plan(deep, few(whole_layers=whole))
@@ -171,7 +173,12 @@ def test_only_layers_that_select_read_in_decode(deep: Model, adapter: Adapter, t
         assert isinstance(cache, GroupCache)
         requested = []
         request = cache._table.request
-        cache._table.request = lambda layer, wanted: requested.append(layer) or request(layer, wanted)  # type: ignore[method-assign]
+
+        def watched(layer: int, wanted: np.ndarray) -> Request:
+            requested.append(layer)
+            return request(layer, wanted)
+
+        monkeypatch.setattr(cache._table, "request", watched)
         generation = engine.generate(prompts_of(*LENGTHS), max_new_tokens=NEW, ignore_eos=True)
         for step, _ in enumerate(generation):
             for layer in whole:

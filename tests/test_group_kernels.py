@@ -16,6 +16,7 @@ import pytest
 from engines import assert_same, decode, geometry, prompts_of, random_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from swapkv_jax.kernels.versions import (  # pyright: ignore[reportMissingImports]
     gpu_interpreter,
     tpu_interpreter,
@@ -27,7 +28,7 @@ from swapkv_jax.attention_choice import Attention, check_capability, default_att
 from swapkv_jax.models.blocks import split_block
 from swapkv_jax.program import decode_specs
 from swapkv_jax.selection import Selection
-from swapkv_jax.slot_layouts import slot_layout
+from swapkv_jax.slot_layouts import PackedSlots, slot_layout
 
 INTERPRETED: dict[Attention, Any] = {
     "mosaic_tpu": tpu_interpreter(detect_races=True),
@@ -242,6 +243,18 @@ def interpreted(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
         group_graphs, "group_segment", partial(group_graphs.group_segment, interpret=interpret)
     )
     monkeypatch.setattr(jax, "no_tracing", lambda _: nullcontext())
+
+
+def test_a_whole_layer_gives_its_kernel_every_slot() -> None:
+    """Also where it has as many as the layers that select, and those attend fewer."""
+    plan, _ = plan_of("mosaic_tpu", served("mosaic_tpu"))
+    assert plan.selection is not None
+    fewer = replace(plan.selection, attended="selected", selected_groups=plan.selection.reuse_slots - 1)
+    layout = slot_layout(replace(plan, selection=fewer), whole=True)
+    assert isinstance(layout, PackedSlots)
+    used = jnp.arange(fewer.reuse_slots + 1)[None].repeat(plan.batch, 0) < fewer.reuse_slots
+    slots, valid = layout._slots(used)
+    assert slots[valid].reshape(plan.batch, -1).tolist() == [list(range(fewer.reuse_slots))] * plan.batch
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from swapkv_jax import Budgets, PlanError, UsageError, make_plan
 from swapkv_jax.accounting import kv_bytes
-from swapkv_jax.models import Geometry
 from swapkv_jax.planner import SELECTION, parse_size, weight_bytes
 
 GEOMETRY = geometry()
@@ -384,30 +383,19 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_a_measured_model_has_its_own_default_on_a_cpu() -> None:
     """Whole layers and int8; nothing of it where a wish or a platform says otherwise."""
-    geometry = Geometry(
-        architecture="llama",
-        layers=30,
-        hidden=576,
-        heads=9,
-        kv_heads=3,
-        head_dim=64,
-        intermediate=1536,
-        vocab=49152,
-        norm_eps=1e-5,
-        rope_theta=1e5,
-        max_positions=8192,
-        tied=True,
-    )
-    plan = make_plan(geometry, cache="group", batch=8, max_context=7782)
-    held = kv_bytes(plan, geometry)
+    sizes = {"layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "head_dim": 64, "vocab": 49152}
+    model = geometry(**sizes, max_positions=8192)
+    plan = make_plan(model, cache="group", batch=8, max_context=7782)
+    held = kv_bytes(plan, model)
     assert plan.selection is not None
     assert (plan.cache_dtype, plan.selection.whole) == ("int8", (7, 18, 20))
     assert held["device"] + held["dram"] <= plan.full_kv_bytes / 10
-    short = make_plan(geometry, cache="group", max_context=100).selection
+    short = make_plan(model, cache="group", max_context=100).selection
     assert short is not None
     assert short.selected_groups * plan.group_tokens >= 100
-    for wish in ({"group_tokens": 8}, {"kv_dtype": "bfloat16"}, {"platform": "tpu"}):
-        other = make_plan(geometry, cache="group", **wish)  # type: ignore[arg-type]
+    wishes: list[dict[str, Any]] = [{"group_tokens": 8}, {"kv_dtype": "bfloat16"}, {"platform": "tpu"}]
+    for wish in wishes:
+        other = make_plan(model, cache="group", **wish)
         assert other.selection is not None
         assert not other.selection.whole
         assert other.cache_dtype != "int8"

@@ -238,8 +238,7 @@ def _attended_groups(plan: Plan) -> int:
 
 def _summary_scans(plan: Plan) -> float:
     """How much of the summary a step reads, on average."""
-    choice = selection_of(plan)
-    return choice.selections_per_step(plan.layers) / (plan.layers - len(choice.whole))
+    return selection_of(plan).selections_per_step(plan.layers) / len(plan.selecting_layers)
 
 
 def _between(before: CacheUse, after: CacheUse) -> dict[str, float]:

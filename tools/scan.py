@@ -27,8 +27,7 @@ def scan_seconds(engine: Engine) -> float:
     assert graphs is not None, "policy group alone has a summary"
     shapes = {buffer.name: buffer for buffer in plan.buffers(geometry)}
     choice = selection_of(plan)
-    selecting = [layer for layer in range(plan.layers) if layer not in choice.whole]
-    one = selecting[0]
+    selecting, one = plan.selecting_layers, plan.selecting_layers[0]
     rng = np.random.default_rng(0)
 
     def random(name: str) -> jax.Array:

@@ -197,9 +197,7 @@ class GroupCache(OffloadCache):
                 record = self._pending.write(layer, row, group, k[row].swapaxes(1, 2), v[row])
                 if layer in self._whole:
                     self._whole.complete(layer, row, group, record)
-        if layer in self._whole:
-            return
-        if self._choice.lookahead == "step":
+        if self._choice.lookahead == "step" and layer not in self._whole:
             self._want(layer, self._step + 1, newest)
 
     def _ahead_of(self, layer: int) -> int:
