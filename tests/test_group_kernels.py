@@ -46,7 +46,7 @@ def small_tiles() -> Iterator[None]:
     """Four slots are a step already, so that few slots make several steps."""
     with (
         patch(f"{KERNELS}.mosaic_tpu.SLOT_BYTES", 2 * 16 * 1024),
-        patch(f"{KERNELS}.mosaic_gpu.REGISTERS", 16),
+        patch(f"{KERNELS}.mosaic_gpu.step_tokens", lambda dim: 16),
     ):
         yield
 
