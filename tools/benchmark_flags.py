@@ -33,14 +33,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--policies", type=names("policy", POLICIES), default=["resident", "layer"])
     add("--context", type=counts, default=[7680], help="tokens of each prompt, N[,N]")
     add("--batch", type=counts, default=[1], help="rows, B[,B]")
-    add("--steps", type=count, default=32, help="timed steps (default 32)")
+    add("--steps", type=count, default=64, help="timed steps (default 64)")
     add(
         "--burst",
         type=count,
-        default=4,
+        default=16,
         metavar="N",
-        help="steps of a turn, one right after the other (default 4): what is read between turns costs nothing, so "
-        "the more, the less of that",
+        help="steps of a turn, one right after the other (default 16): what is read between turns costs nothing, and "
+        "what is done once in several steps falls into some turns, so the more, the less of either",
     )
     add("--tier", type=names("tier", TIERS), default=["dram"], help="where layer keeps KV")
     add("--physical-layers", type=count, default=None)
