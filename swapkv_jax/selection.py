@@ -36,6 +36,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         too, which is exact for C instead of M groups and reads no more. The same where C = M.
       refresh: per layer, steps from one selection to the next; empty is 1 everywhere. Between two selections
         each newly completed group takes the place of the selected group that scored least.
+      opening_steps: first steps of a generation, in which every layer selects whatever `refresh` says: what a prompt
+        asks for is looked for then. Unset is 1; `opening` reads it.
       load_buckets: numbers of records that one load can carry, all rows together; more take several loads.
       strategy: what is summarised and how it is scored, see `strategies`; unset is `kvswap`, to which the above
         applies as it stands. `strategy_name` reads it.
@@ -60,6 +62,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     strategy: StrategyName | msgspec.UnsetType = msgspec.UNSET
     outlier_groups: int | msgspec.UnsetType = msgspec.UNSET
     whole_layers: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    opening_steps: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         # One form for one choice: plans of one meaning have one hash.
@@ -67,11 +70,22 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             msgspec.structs.force_setattr(self, "strategy", msgspec.UNSET)
         if self.whole_layers == ():
             msgspec.structs.force_setattr(self, "whole_layers", msgspec.UNSET)
+        if self.opening_steps == 1:
+            msgspec.structs.force_setattr(self, "opening_steps", msgspec.UNSET)
 
     @property
     def whole(self) -> tuple[int, ...]:
         """The layers that keep every group."""
         return () if self.whole_layers is msgspec.UNSET else self.whole_layers
+
+    @property
+    def opening(self) -> int:
+        """Steps from a generation's first on in which every layer selects."""
+        return 1 if self.opening_steps is msgspec.UNSET else self.opening_steps
+
+    def due(self, layer: int, step: int) -> bool:
+        """Whether a layer that selects does so in a generation's step, counted from 0. Layers take turns."""
+        return step < self.opening or not self.refresh or (step + layer) % self.refresh[layer] == 0
 
     @property
     def strategy_name(self) -> StrategyName:
@@ -110,6 +124,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if not 1 <= self.rank <= key_size:
             raise PlanError(f"rank {self.rank} is not between 1 and Hkv·D = {key_size}; use 8 to {key_size}")
+        if self.opening < 1:
+            raise PlanError(
+                f"opening_steps must be at least 1, not {self.opening}: in the first step there is nothing to keep"
+            )
         self._check_refresh()
         if (
             not self.load_buckets

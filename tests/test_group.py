@@ -311,14 +311,18 @@ def test_without_spare_slots_kept_is_selected(deep: Model, adapter: Adapter, tmp
 
 
 @pytest.mark.parametrize("lookahead", ["step", "layer"])
-@pytest.mark.parametrize("group_tokens", [1, 4])
+@pytest.mark.parametrize(("group_tokens", "opening"), [(1, 1), (4, 1), (4, 3)])
 def test_rarer_selections(
-    deep: Model, adapter: Adapter, tmp_path: Path, lookahead: str, group_tokens: int
+    deep: Model, adapter: Adapter, tmp_path: Path, lookahead: str, group_tokens: int, opening: int
 ) -> None:
-    """Layers take turns, every so many steps; meanwhile what is completed joins what was selected, in place of
-    what scored least."""
+    """Layers take turns, every so many steps but for the first ones; meanwhile what is completed joins what was
+    selected, in place of what scored least."""
     refresh = (1, 2, 3, 2, 5, 1, 4)
-    choice = few(lookahead=lookahead, refresh=refresh, attended="selected")
+    choice = few(lookahead=lookahead, refresh=refresh, opening_steps=opening, attended="selected")
+
+    def due(layer: int, step: int) -> bool:
+        return step < opening or (step + layer) % refresh[layer] == 0
+
     plan = group_plan(deep, choice, group_tokens=group_tokens)
     with Engine(deep, plan, store_dir=tmp_path, adapter=adapter) as engine:
         cache = engine._cache
@@ -328,7 +332,7 @@ def test_rarer_selections(
         def check(layer: int, request: Request | None) -> None:
             nonlocal steps
             complete = [(n + steps) // group_tokens for n in LENGTHS]
-            if (steps + layer) % refresh[layer] == 0 or steps == 0:
+            if due(layer, steps):
                 assert request is not None
                 chosen[layer] = [[int(g) for g in row if g >= 0] for row in request.wanted]
                 for groups, count in zip(chosen[layer], complete, strict=True):
@@ -347,8 +351,8 @@ def test_rarer_selections(
         assert steps == NEW - 1
     segments = plan.layers * steps
     # Under `step` lookahead a segment selects, or not, for the step after it.
-    due = sum((step + layer) % refresh[layer] == 0 for step in range(1, NEW) for layer in range(plan.layers))
-    selecting = due if lookahead == "step" else segments
+    again = sum(due(layer, step) for step in range(1, NEW) for layer in range(plan.layers))
+    selecting = again if lookahead == "step" else segments
     assert runs == {"segment": selecting, "between": segments - selecting}
 
 

@@ -269,6 +269,7 @@ BAD: list[tuple[Plan, dict[str, Any], str, str]] = [
         "refresh of 4 steps needs selected_groups",
         "at least 10, not 9",
     ),
+    (GROUP, selecting(opening_steps=0), "opening_steps must be at least 1, not 0", "at least 1"),
     (GROUP_DRAM, {"tier": None}, "policy group needs a tier", "disk, or dram for a pool"),
     (GROUP_DRAM, {"transport": None}, "a transport", "alias or copy"),
 ]

@@ -100,7 +100,7 @@ def parse_value(text: str, hint: Any) -> Any:
 
 
 def _metavar(hint: Any) -> str:
-    return "N" if hint in (int, float) else "N[,N]" if "tuple" in str(hint) else "VALUE"
+    return "N[,N]" if "tuple" in str(hint) else "N" if {int, float} & {hint, *get_args(hint)} else "VALUE"
 
 
 def written(value: Any) -> str:

@@ -77,7 +77,6 @@ class GroupCache(OffloadCache):
         self._free = deque(self._lanes)
         self._table = SlotTable(plan.layers, b, choice.reuse_slots, plan.groups, choice.replacement)
         self._arrivals: list[Arrival | None] = [None] * plan.layers
-        self._refresh = choice.refresh or (1,) * plan.layers
         self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
         self._asked = [True] * plan.layers  # whether what is wanted has been requested
         self._step = 0
@@ -170,13 +169,9 @@ class GroupCache(OffloadCache):
         self._newest = newest
         return x
 
-    def _due(self, layer: int, step: int) -> bool:
-        """Whether the layer's selection is made anew in this step. Layers take turns."""
-        return step == 0 or (step + layer) % self._refresh[layer] == 0
-
     def _want(self, layer: int, step: int, newest: np.ndarray) -> None:
         """What the layer should attend in `step`: a new selection, or the last one and what was completed since."""
-        if self._due(layer, step):
+        if self._choice.due(layer, step):
             self._wanted[layer] = fetch(self._ids[layer])
         elif (newest >= 0).any():
             rows = np.flatnonzero(newest >= 0)
@@ -206,7 +201,7 @@ class GroupCache(OffloadCache):
         return (layer + min(len(self._lanes), layers) - 1) % layers
 
     def _predict(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> None:
-        if not self._due(layer, self._step):
+        if not self._choice.due(layer, self._step):
             return
         self._ids[layer] = self._graphs.predict(
             params,
@@ -231,7 +226,7 @@ class GroupCache(OffloadCache):
             return x
         state = (self._rolling[layer], self._summary[layer])
         segment = self._graphs.segment
-        if self._graphs.between is not None and not self._due(layer, self._step + 1):
+        if self._graphs.between is not None and not self._choice.due(layer, self._step + 1):
             segment = self._graphs.between
         elif self._choice.lookahead == "step":
             state = (*state, self._ids[layer])

@@ -201,7 +201,6 @@ class _GroupState:
         self._table = SlotTable(
             len(layers), rows, self.choice.reuse_slots, self._groups, self.choice.replacement
         )
-        self._refresh = self.choice.refresh or (1,) * len(layers)
         self._wanted = np.full((len(layers), rows, self.choice.selected_groups), -1, np.int32)
 
     def _selected(self, layer: int, x: jax.Array, length: int, complete: int) -> np.ndarray:
@@ -218,15 +217,12 @@ class _GroupState:
         )
         return fetch(ids)
 
-    def _due(self, layer: int, step: int) -> bool:
-        return step == 0 or (step + layer) % self._refresh[layer] == 0
-
     def want(self, step: int, layer: int, x: jax.Array) -> None:
         """Settles which groups the layer wants in `step`, by the input `x` of the layer before. (Under `step`
         lookahead that has been done, but in the first step, where the layer's own input selects.)"""
         length = self._replay.context + step
         complete = length // self._g
-        if self._due(layer, step):
+        if self.choice.due(layer, step):
             if step == 0 or self.choice.lookahead == "layer":
                 self._wanted[layer] = self._selected(layer, x, length, complete)
         elif length % self._g == 0:  # a group was completed since the last selection
@@ -268,7 +264,7 @@ class _GroupState:
                 group_tokens=self._g,
                 dtype=self.choice.summary_dtype,
             )
-        if self.choice.lookahead == "step" and self._due(layer, step + 1):
+        if self.choice.lookahead == "step" and self.choice.due(layer, step + 1):
             self._wanted[layer] = self._selected(layer, x, length, (length + 1) // self._g)
 
 
