@@ -231,11 +231,19 @@ def _name(plan: Plan) -> str:
     sizes = ("selected_groups", "reuse_slots", "rank")
     others = (field for field in s.__struct_fields__ if field not in (*sizes, "load_buckets", "strategy"))
     changed = [
-        f" {field.replace('_', ' ')} {written(getattr(s, field))}"
+        f" {field.replace('_', ' ')} {_brief(getattr(s, field))}"
         for field in others
         if getattr(s, field) != getattr(SELECTION, field)
     ]
     return f"group G{plan.group_tokens} M{s.selected_groups} C{s.reuse_slots} r{s.rank}" + "".join(changed)
+
+
+def _brief(value: Any) -> str:
+    """As `written`, with 30×8 for as many equal numbers in a row."""
+    if not isinstance(value, tuple):
+        return written(value)
+    runs = [(number, len(list(same))) for number, same in itertools.groupby(value)]
+    return ",".join(f"{count}×{number}" if count > 1 else str(number) for number, count in runs)
 
 
 if __name__ == "__main__":
