@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from engines import compile_once, geometry
@@ -19,6 +19,8 @@ from tool_runs import Outcome, run_tool, small_benchmark
 
 from swapkv_jax import Plan, PlanError, UsageError, load_model
 from swapkv_jax.accounting import kv_bytes
+from swapkv_jax.planner import SELECTION
+from swapkv_jax.selection import Selection
 from swapkv_jax.strategies.sizes import pinned_groups
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -37,6 +39,13 @@ def policies() -> Iterator[ModuleType]:
 def slot_bytes(plan: Plan) -> int:
     """Of a slot of every layer and row: keys and values, whatever a record holds."""
     return plan.layers * plan.batch * 2 * plan.kv_heads * plan.head_dim * plan.group_tokens * plan.itemsize
+
+
+def test_flags_take_the_defaults_that_they_name(policies: ModuleType) -> None:
+    flags = importlib.import_module("selection_flags")
+    for field, hint in get_type_hints(Selection).items():
+        value = getattr(SELECTION, field)
+        assert flags.parse_value(flags.written(value), hint) == value, field
 
 
 def test_the_literature_starts_from_its_papers(policies: ModuleType) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from flag_types import count, counts, names, paths, whole
 from peers import PEERS
 from policies import POLICIES, add_policy_flags
-from selection_flags import add_selection_flags
+from selection_flags import ABOUT, add_selection_flags
 
 from swapkv_jax.models import DTYPES
 from swapkv_jax.tiers.throttled import PROFILES
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, required=True, metavar="OUT", help="the report; the table is printed")
     add("--plots", type=Path, metavar="DIR", help="PNG plots (extra plots): throughput and memory")
     add("--fresh", action="store_true", help="measure again what an interrupted run has kept beside --json")
-    group = parser.add_argument_group("policy group")
+    group = parser.add_argument_group("policy group", ABOUT)
     add = group.add_argument
     add("--group-tier", type=names("tier", TIERS), default=["disk"], help="dram: all rows there too")
     add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")

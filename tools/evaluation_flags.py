@@ -8,7 +8,7 @@ from pathlib import Path
 from flag_types import count, counts, names, paths
 from kinds import KINDS
 from policies import POLICIES, add_policy_flags
-from selection_flags import add_selection_flags
+from selection_flags import ABOUT, add_selection_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,7 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     needle.add_argument("--raw", action="store_true", help="ask in plain text, not in the chat template")
 
     plan = parser.add_argument_group(
-        "the plan", "Flags for one plan, or files for several; batch and context are always the task's."
+        "the plan",
+        f"Flags for one plan, or files for several; batch and context are always the task's. {ABOUT}",
     )
     plan.add_argument("--plan-json", type=paths, metavar="FILE[,FILE]", help="plans to compare")
     plan.add_argument(

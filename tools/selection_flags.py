@@ -15,6 +15,10 @@ from swapkv_jax.planner import GROUP_SIZE, SELECTION
 from swapkv_jax.selection import Selection
 
 _BY_POLICY = ("strategy", "outlier_groups")  # not of `group`, see `policies`
+ABOUT = (
+    "What each flag of a selection means stands at the fields of swapkv_jax/selection.py. Given none, a model whose "
+    "layers were measured has a plan of its own on a CPU."
+)
 SHAPE = {"group_tokens": int, "record_alignment": int}  # of records
 _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 
@@ -22,14 +26,14 @@ _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 def add_selection_flags(parser: argparse._ActionsContainer) -> None:
     """Adds a flag per field of `Selection`, `--group-tokens` and `--record-alignment`; all default to None.
 
-    A field that is a list takes commas, one that is nested takes JSON.
+    A field that is a list takes commas, one that is nested takes JSON, one that may be empty or unset "none".
     """
     for field, hint in get_type_hints(Selection).items():
         if field in _BY_POLICY:
             continue
         names = ["--" + field.replace("_", "-")]
         names += [_SHORT[field]] if field in _SHORT else []
-        helped = f"default {written(getattr(SELECTION, field))}"
+        helped = f"default, if any of these is given: {written(getattr(SELECTION, field))}"
         if get_origin(hint) is Literal:
             parser.add_argument(*names, dest=field, choices=get_args(hint), help=helped)
         else:
@@ -78,11 +82,15 @@ def choice_hints() -> dict[str, Any]:
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """`text` as a value of type `hint`: as it stands, else as JSON, else cut at commas.
+    """`text` as a value of type `hint`: as it stands, else as JSON, else cut at commas; "none" is nothing.
 
     Raises:
       ArgumentTypeError: it fits in no way.
     """
+    if text == "none" and msgspec.UnsetType in get_args(hint):
+        return msgspec.UNSET
+    if text == "none" and get_origin(hint) is tuple:
+        return ()
     candidates: list[Any] = [text]
     try:
         candidates.append(json.loads(text))
@@ -105,6 +113,6 @@ def _metavar(hint: Any) -> str:
 
 def written(value: Any) -> str:
     """A field's value as its flag takes it."""
-    if value is msgspec.UNSET:
+    if value is msgspec.UNSET or value == ():
         return "none"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
