@@ -14,6 +14,8 @@ KEY_BLOCK = (
     256  # keys scored at a time during prefill: with chunks as long, scores nearly fit a CPU's L2 cache
 )
 
+VALUE_BLOCK = 256  # values summed at a time by a CPU, at most
+
 Sums = tuple[Array, Array, Array]  # of an online softmax: weighted values [.., D], weights [..], maximum [..]
 
 
@@ -51,9 +53,26 @@ def attend_seen(
     top = jnp.maximum(scores.max(axis=-1), own)  # [B, Hkv, R]
     weights = jnp.exp(scores - top[..., None])
     own = jnp.exp(own - top)
-    out = jnp.einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    out = out + own[..., None] * v_new[:, :, None].astype(jnp.float32)
+    out = _weigh(weights.astype(v.dtype), v) + own[..., None] * v_new[:, :, None].astype(jnp.float32)
     return (out / (weights.sum(axis=-1) + own)[..., None]).astype(q.dtype)
+
+
+def _weigh(weights: Float[Array, "B Hkv R S"], v: Float[Array, "B Hkv S D"]) -> Float[Array, "B Hkv R D"]:
+    """The values' sums by their weights, in float32."""
+
+    def at_once(weights: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.einsum("bkrs,bksd->bkrd", weights, v, preferred_element_type=jnp.float32)
+
+    def by_blocks(weights: jax.Array, v: jax.Array) -> jax.Array:
+        # A CPU lays values out anew before it multiplies them, which a block at a time stays in its caches.
+        *batch, tokens, dim = v.shape
+        size = next(size for size in range(min(VALUE_BLOCK, tokens), 0, -1) if tokens % size == 0)
+        if size < VALUE_BLOCK // 4:  # an odd number of tokens: small products cost more than they save
+            return at_once(weights, v)
+        weights, v = weights.reshape(*weights.shape[:-1], -1, size), v.reshape(*batch, -1, size, dim)
+        return jnp.einsum("bkrns,bknsd->bknrd", weights, v, preferred_element_type=jnp.float32).sum(axis=2)
+
+    return jax.lax.platform_dependent(weights, v, cpu=by_blocks, default=at_once)
 
 
 def attend_chunk(
