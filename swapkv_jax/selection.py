@@ -10,7 +10,7 @@ from swapkv_jax.errors import PlanError
 
 Aggregate = Literal["sum", "softmax"]
 Lookahead = Literal["step", "layer"]
-Replacement = Literal["fifo", "lru"]
+Replacement = Literal["fifo", "lru", "all"]
 Summary = Literal["token", "group"]
 SummaryDType = Literal["float32", "bfloat16", "float16"]
 Attended = Literal["selected", "kept"]
@@ -31,7 +31,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       aggregate: how query heads are put together, see `predictor`.
       lookahead: `step` selects with this step's queries for the next step, `layer` with a layer's input for
         the layer after it (the paper).
-      replacement: which slot a missing group takes, see `slots`.
+      replacement: which slot a missing group takes, see `slots`; `all` reuses nothing, as systems without a reuse
+        buffer.
       attended: `selected` attends the selected groups (the paper), `kept` every group that is still in a slot
         too, which is exact for C instead of M groups and reads no more. The same where C = M.
       refresh: per layer, steps from one selection to the next; empty is 1 everywhere. Between two selections

@@ -44,7 +44,8 @@ class Request:
 
 
 class SlotTable:
-    """Groups in slots, per layer and row, replaced first-in-first-out (`fifo`) or least recently used (`lru`).
+    """Groups in slots, per layer and row, replaced first-in-first-out (`fifo`), least recently used (`lru`), or
+    all of them at every request (`all`).
 
     Every request must be ended by `publish` or `cancel`. Not thread-safe: one thread owns the table, or the
     callers share a lock.
@@ -54,7 +55,9 @@ class SlotTable:
       slots: C, slots in each set.
       groups: N, group ids run from 0 to N-1.
       policy: what is overwritten first: `fifo` the oldest load (KVSwap, arXiv 2511.11907), `lru` what no
-        request wanted for longest, the lowest slot first among equals. Empty slots go before either.
+        request wanted for longest, the lowest slot first among equals. Empty slots go before either. `all` empties
+        a layer's slots at each request, but for those that are still being read into: every group that is wanted
+        is read again.
 
     Raises:
       PlanError: an unknown policy or a size below 1.
@@ -108,6 +111,8 @@ class SlotTable:
         slot_of = self._slot_of[layer].reshape(-1)
         index = wanted + self._group_base
         slots = slot_of[index]
+        if self.policy == "all":
+            slots[self._landed(layer, slots)] = -1
         in_use = self._mask(slots)
         hits = int(np.count_nonzero(in_use))
         absent = _distinct(index[(slots < 0) & (wanted >= 0)])
@@ -115,6 +120,8 @@ class SlotTable:
         targets = self._victims(layer, rows, in_use)
 
         self._tickets += 1
+        if self.policy == "all":
+            self._empty(layer)
         if len(absent):
             at = rows * self.slots + targets
             group_of = self._group_of[layer].reshape(-1)
@@ -167,9 +174,7 @@ class SlotTable:
         """The slot of each group (int [B, any]); -1 where it has none or its data hasn't landed."""
         groups = self._checked(groups)
         slots = self._slot_of[layer].reshape(-1)[groups + self._group_base]
-        # -1 reads the ticket of another row's slot here; either answer leaves it -1.
-        arriving = self._ticket[layer].reshape(-1)[slots + self._row[:, None] * self.slots] != LANDED
-        slots[arriving] = -1
+        slots[~self._landed(layer, slots)] = -1
         return slots
 
     def use_mask(self, request: Request) -> NDArray[np.bool_]:
@@ -206,6 +211,17 @@ class SlotTable:
                 f"group ids {array.min()} to {array.max()} are not all within -1 to {self.groups - 1}"
             )
         return array.astype(np.int32)
+
+    def _landed(self, layer: int, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether no read is on its way to these slots [B, any]; of -1, whatever another row's slot says."""
+        return self._ticket[layer].reshape(-1)[slots + self._row[:, None] * self.slots] == LANDED
+
+    def _empty(self, layer: int) -> None:
+        """Forgets what has landed in a layer's slots."""
+        rows, slots = np.nonzero(self.kept_mask(layer))
+        self._slot_of[layer][rows, self._group_of[layer][rows, slots]] = -1
+        self._group_of[layer][rows, slots] = -1
+        self._age[layer][rows, slots] = slots
 
     def _mask(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[B, C], true at these slots [B, M]; the spare column takes every -1, as in `_slot_of`."""

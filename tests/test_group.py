@@ -119,19 +119,29 @@ def test_all_groups_selected_is_resident(
     "choice",
     [
         everything(GROUP, aggregate="sum", replacement="fifo"),
+        everything(GROUP, replacement="all"),
         everything(GROUP, reuse_slots=31),
         everything(GROUP, load_buckets=(1,)),
         everything(GROUP, rank=32),
         everything(GROUP, summary_dtype="float32"),
         everything(GROUP, summary_dtype="float16", summary="token"),
     ],
-    ids=["sum-fifo", "spare-slots", "single-loads", "full-rank", "float32-summary", "float16-summary"],
+    ids=[
+        "sum-fifo",
+        "no-reuse",
+        "spare-slots",
+        "single-loads",
+        "full-rank",
+        "float32-summary",
+        "float16-summary",
+    ],
 )
 def test_other_choices_are_resident_too(
     deep: Model, adapter: Adapter, reference: Decoded, tmp_path: Path, choice: Selection
 ) -> None:
     with Engine(deep, group_plan(deep, choice), store_dir=tmp_path, adapter=adapter) as engine:
         assert_same(decode(engine, prompts_of(*LENGTHS), NEW), reference, TOLERANCE)
+        assert (engine.use.reuse_rate == 0) == (choice.replacement == "all")
 
 
 @pytest.mark.parametrize("transport", ["alias", "copy"])

@@ -244,6 +244,11 @@ def test_tools_take_what_was_found(tools: SimpleNamespace, kept: Path) -> None:
     assert found["loki"] == {"rank": 8, "refresh": (2, 2, 2, 2)}
     assert found["quest"] == {"group_tokens": 32}
     assert found["infinigen"] == found["group"] == {}
+    args = flags(tools, "--kv-dtype", "int8", "--set", "shadowkv.kv_dtype=float16")
+    assert {name: found["kv_dtype"] for name, found in chosen(args, None).items()} == {
+        **dict.fromkeys(tools.policies.SELECTIVE, "int8"),
+        "shadowkv": "float16",
+    }
     more = ["--goal", "fastest", "--rank", "16", "--set", "loki.rank=2", "--set", "group.rank=24"]
     args = flags(tools, "--settings", str(kept), *more)
     found = chosen(args, 1 / 13)

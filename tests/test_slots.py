@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from swapkv_jax.errors import PlanError
+from swapkv_jax.selection import Replacement
 from swapkv_jax.slots import Request, SlotTable
 
 
@@ -41,16 +43,19 @@ class RowModel:
     def loads_of(self, wanted: list[int]) -> list[tuple[int, int]] | None:
         """(group, slot) of each group to read, groups ascending; None where slots don't suffice."""
         groups = {group for group in wanted if group >= 0}
-        missing = sorted(group for group in groups if self.where(group) is None)
-        free = [i for i, s in enumerate(self.slots) if s.reader is None and s.group not in groups]
+        found = {s.group for s in self.slots if self.policy != "all" or s.reader is not None}
+        missing = sorted(groups - found)
+        free = [i for i, s in enumerate(self.slots) if s.reader is None and s.group not in groups & found]
         free.sort(key=lambda i: (self.slots[i].age, i))
         return list(zip(missing, free, strict=False)) if len(free) >= len(missing) else None
 
     def load(self, wanted: list[int], loads: list[tuple[int, int]], ticket: int) -> None:
+        if self.policy == "all":
+            self.slots = [slot if slot.reader is not None else Slot() for slot in self.slots]
         for group, i in loads:
             self.slots[i] = Slot(group, reader=ticket)
         self.time += 1
-        if self.policy == "lru":
+        if self.policy != "fifo":
             for slot in self.slots:
                 if slot.group in wanted:
                     slot.age = self.time
@@ -85,7 +90,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         rows=st.integers(1, 3),
         slots=st.integers(1, 8),
         groups=st.integers(1, 12),
-        policy=st.sampled_from(["fifo", "lru"]),
+        policy=st.sampled_from(get_args(Replacement)),
     )
     def build(self, layers, rows, slots, groups, policy):
         self.table = SlotTable(layers, rows, slots, groups, policy)
@@ -190,7 +195,7 @@ TestSlotTable = SlotTableMachine.TestCase
 TestSlotTable.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
 
 
-@given(st.data(), st.sampled_from(["fifo", "lru"]), st.integers(1, 5), st.integers(0, 3))
+@given(st.data(), st.sampled_from(get_args(Replacement)), st.integers(1, 5), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_one_step_at_a_time_always_has_every_wanted_group(data, policy, width, spare):
     """The engine's use: C = M and C > M, rows of few or no groups, each request published before the next."""

@@ -10,7 +10,6 @@ from peers import PEERS
 from policies import POLICIES, add_policy_flags
 from selection_flags import ABOUT, add_selection_flags
 
-from swapkv_jax.models import DTYPES
 from swapkv_jax.tiers.throttled import PROFILES
 
 TIERS = ("dram", "disk")
@@ -89,12 +88,6 @@ def make_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--group-tier", type=names("tier", TIERS), default=["disk"], help="dram: all rows there too")
     add("--adapter", type=Path, metavar="DIR", help="default: the one kept for the model, made if need be")
-    add(
-        "--kv-dtype",
-        choices=(*DTYPES, "int8"),
-        help="of keys and values under every policy that selects (default: bfloat16 beside float32, else --dtype; "
-        "int8 in the default plan of models whose layers were measured); others keep --dtype",
-    )
     add_selection_flags(group)
     add_policy_flags(parser)
     return parser

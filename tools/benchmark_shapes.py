@@ -21,7 +21,7 @@ from contenders import Contender, OurEngine, Workload
 from kept_runs import KeptRuns, content_digest
 from peer_decode import Chosen, choose_settings, open_setting
 from peers import Peer, Setting
-from policies import SELECTIVE, given_by_policy, policy_plan
+from policies import given_by_policy, policy_plan
 from rounds import interleave, new_tokens
 from windows import cut_windows
 
@@ -100,9 +100,7 @@ def _plans(
     tiers = {"resident": ("auto",), "layer": args.tier, "flexgen": ("disk",)}
     given = given_by_policy(args, args.kv_memory)
     for policy in args.policies:
-        own: dict[str, Any] = {"kv_dtype": args.kv_dtype} if policy in SELECTIVE else {}
-        if policy in ("layer", "flexgen"):
-            own["physical_layers"] = args.physical_layers
+        own = {"physical_layers": args.physical_layers} if policy in ("layer", "flexgen") else {}
         for tier in tiers.get(policy, args.group_tier):
             yield (
                 policy,

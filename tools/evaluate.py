@@ -208,10 +208,10 @@ def _choices(args: argparse.Namespace, model: Model, dtype: DType) -> dict[str, 
 
 def _given_plans(args: argparse.Namespace, dtype: DType) -> dict[str, Plan]:
     """Those of `--plan-json`, by the files' names."""
-    if given_choices(args) or args.set or args.settings or args.kv_memory is not None:
+    if given_choices(args) or args.kv_dtype or args.set or args.settings or args.kv_memory is not None:
         raise UsageError(
-            "--plan-json fixes what the selection flags, --set, --settings and --kv-memory would say; leave one of "
-            "them out"
+            "--plan-json fixes what the selection flags, --kv-dtype, --set, --settings and --kv-memory would say; "
+            "leave one of them out"
         )
     plans = {}
     for path in args.plan_json:

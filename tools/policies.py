@@ -8,7 +8,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from equal_memory import sized
 from flag_types import paths
@@ -17,6 +17,7 @@ from settings_file import GOALS, load_settings
 
 from swapkv_jax import Plan, UsageError, make_plan
 from swapkv_jax.models import Geometry
+from swapkv_jax.plan import KVDType
 from swapkv_jax.planner import SELECTION, CacheChoice, TierChoice, load_buckets
 
 BASELINES = ("quest", "loki", "infinigen", "shadowkv")
@@ -33,12 +34,18 @@ _LOW_RANK, _OUTLIERS, _LOCAL = (
 )  # ShadowKV's: of a key's numbers, of all groups, groups
 
 Choices = Mapping[str, Any]
-"""Fields of `Selection`, `group_tokens` and `record_alignment`."""
+"""Fields of `Selection` and of `SHAPE`."""
 
 
 def add_policy_flags(parser: argparse._ActionsContainer, *, memories: bool = False) -> None:
-    """Adds `--set`, `--settings` with `--goal`, and `--kv-memory`, which takes several fractions between commas where
-    there may be `memories`."""
+    """Adds `--kv-dtype`, `--set`, `--settings` with `--goal`, and `--kv-memory`, which takes several fractions
+    between commas where there may be `memories`."""
+    parser.add_argument(
+        "--kv-dtype",
+        choices=get_args(KVDType),
+        help="of keys and values under every policy that selects (default: bfloat16 beside float32, else --dtype; "
+        "int8 in the default plan of models whose layers were measured); others keep --dtype",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -87,7 +94,7 @@ def _fractions(text: str) -> list[float]:
 
 def given_by_policy(args: argparse.Namespace, memory: float | None) -> dict[str, dict[str, Any]]:
     """What the flags choose for each policy that selects, at that `memory` (of --kv-memory): the selection flags for
-    `group`, `--set` before them, and `--settings` for what neither says.
+    `group`, `--kv-dtype` for all, `--set` before them, and `--settings` for what none of these says.
 
     Raises:
       UsageError: see `parse_settings`; files that are none, or none of them for that memory.
@@ -103,8 +110,11 @@ def given_by_policy(args: argparse.Namespace, memory: float | None) -> dict[str,
             )
         found = near[0].chosen(args.goal)
     given = {"group": given_choices(args)}
+    every = {} if args.kv_dtype is None else {"kv_dtype": args.kv_dtype}
     changed = parse_settings(args.set)
-    return {name: found.get(name, {}) | given.get(name, {}) | changed.get(name, {}) for name in SELECTIVE}
+    return {
+        name: found.get(name, {}) | given.get(name, {}) | every | changed.get(name, {}) for name in SELECTIVE
+    }
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:

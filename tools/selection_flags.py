@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from flag_types import count
 
+from swapkv_jax.plan import KVDType
 from swapkv_jax.planner import GROUP_SIZE, SELECTION
 from swapkv_jax.selection import Selection
 
@@ -19,7 +20,7 @@ ABOUT = (
     "What each flag of a selection means stands at the fields of swapkv_jax/selection.py. Given none, a model whose "
     "layers were measured has a plan of its own on a CPU."
 )
-SHAPE = {"group_tokens": int, "record_alignment": int}  # of records
+SHAPE = {"group_tokens": int, "record_alignment": int, "kv_dtype": KVDType}  # of records
 _SHORT = {"sink_groups": "--sink", "recent_groups": "--recent"}
 
 
@@ -51,7 +52,7 @@ def add_selection_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def given_choices(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the flags that were given, by field."""
+    """Those of the flags that were given, by field; without `--kv-dtype`, which is not of `group` alone."""
     names = (*Selection.__struct_fields__, "group_tokens", "record_alignment")
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
@@ -62,10 +63,10 @@ def group_choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Selection`, group tokens and record alignment as `make_plan` takes them, which has a default of its
-    own for a selection that nobody touches. Slots that were not asked for follow M."""
+    """Fields of `Selection` and of `SHAPE` as `make_plan` takes them, which has a default of its own for a selection
+    that nobody touches. Slots that were not asked for follow M."""
     given = dict(choices)
-    shape = {name: given.pop(name) for name in ("group_tokens", "record_alignment") if name in given}
+    shape = {name: given.pop(name) for name in SHAPE if name in given}
     if not given:
         return shape
     choice = msgspec.structs.replace(SELECTION, **given)
