@@ -130,7 +130,7 @@ class MadeUp:
 def small_space(tools: SimpleNamespace, policy: str, memory: float = 1 / 13) -> Any:
     axes = {
         **{"share": (0.5, 1.0), "recent_tokens": (0, 32), "sink": (False,), "outliers": (0.0,)},
-        **{"aggregate": ("sum", "softmax"), "lookahead": ("layer",), "refresh": (1, 2)},
+        **{"aggregate": ("sum", "softmax"), "lookahead": ("layer",), "refresh": (1, 2), "filled": (0.5, 1.0)},
         **AXES[policy],
     }
     request = {"batch": 2, "max_context": 4032}
@@ -194,10 +194,33 @@ def test_settings_keep_to_the_memory(tools: SimpleNamespace, policy: str) -> Non
         assert len({space.plan(setting).hash for setting in [start, *near]}) == 1 + len(near)
         for setting in [start, *near]:
             plan = space.plan(setting)
-            assert 0.9 / 13 < tools.equal_memory.memory_fraction(plan, SMALL) <= 1 / 13
+            most = setting.filled / 13
+            assert 0.9 * most < tools.equal_memory.memory_fraction(plan, SMALL) <= most
             assert len(space.features(setting)) == tools.policy_space.FEATURES
     with pytest.raises(PlanError, match=f"policy {policy} needs 0.0"):
         tools.policy_space.Space.of(policy, SMALL, 1 / 500, batch=2, max_context=4032).starts()
+
+
+def test_what_is_fixed_is_in_every_plan(tools: SimpleNamespace) -> None:
+    """As the paper has its baselines: everything selected is read, in loads of as much; no axis undoes it."""
+    fixed = {"replacement": "all", "kv_dtype": "int8", "lookahead": "layer", "refresh": ()}
+    of = tools.policy_space.Space.of
+    space = of("quest", SMALL, 1 / 13, fixed=fixed, batch=2, max_context=4032)
+    for start in space.starts():
+        for setting in [start, *space.neighbours(start)]:
+            plan = space.plan(setting)
+            choice = plan.selection
+            assert (choice.replacement, plan.kv_dtype, choice.lookahead) == ("all", "int8", "layer")
+            assert choice.refresh == ()
+            assert choice.load_buckets == (2 * choice.selected_groups,)
+            again = tools.policies.policy_plan(
+                SMALL, "quest", space.chosen(setting), memory=1 / 13, batch=2, max_context=4032
+            )
+            assert again == plan
+    rare = of("group", SMALL, 1 / 13, fixed={"refresh": (4, 8, 8, 4)}, batch=2, max_context=4032)
+    assert {rare.plan(start).selection.refresh for start in rare.starts()} == {(4, 8, 8, 4)}
+    with pytest.raises(UsageError, match=r"--set quest.reuse_slots is what the search is for"):
+        of("quest", SMALL, 1 / 13, fixed={"reuse_slots": 9}, batch=2, max_context=4032)
 
 
 # ---- files ---------------------------------------------------------------------------------------------
@@ -302,6 +325,11 @@ def test_the_settings_that_are_shipped(tools: SimpleNamespace) -> None:
         (["--kv-memory", "9GiB"], "is not a part of the whole KV's"),
         (["--kv-memory", "1/2", "--tokens", "3"], "too few to time a step"),
         (["--kv-memory", "1/2", "--rows", "3"], "multiple of --batch"),
+        (
+            ["--kv-memory", "1/2", "--policies", "quest", "--set", "loki.rank=8"],
+            "--set is for loki, which is not searched",
+        ),
+        (["--kv-memory", "1/2", "--set", "quest.rank"], "is not POLICY.FIELD=VALUE"),
         (["--kv-memory", "1/2", "--loss", "0"], "not a positive number of nats"),
         (["--kv-memory", "1/2", "--policies", "flexgen"], "unknown policy 'flexgen'; known: group, quest"),
         (["--kv-memory", "1/2", "--json", "missing/out.json"], "give --json a file in a directory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def memory_fraction(plan: Plan, geometry: Geometry) -> float:
 
 def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Mapping[str, Any]) -> Plan:
     """A plan of policy `group` with as many reuse slots as make its `memory_fraction` the most that is no more than
-    `memory`.
+    `memory`; with no more than `fixed` says, where it does.
 
     Where half of that is not enough for what it needs beside slots, its summary is made smaller first, as far as its
     sizes are not `fixed`: its rank is halved, with shadowkv's outliers and recent groups; quest, whose summary has no
@@ -50,10 +51,13 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Mapping[str, 
             break
         plan = smaller
     few = _least_slots(plan)
+    wanted = fixed.get("reuse_slots", max(few, plan.groups))
     if "load_buckets" not in fixed:  # they are for as many groups as are selected in the end
         lean = _with_loads(plan, few)
-        most = _room(lean, geometry, memory, few)
-        usual = _with_loads(plan, max(few, min(most, _selection(plan).selected_groups)))
+        most = max(few, min(_room(lean, geometry, memory, few), _selection(plan).selected_groups))
+        if _selection(plan).replacement == "all":
+            most = wanted = _most_read(plan, geometry, memory, few, min(most, wanted))
+        usual = _with_loads(plan, most)
         plan = usual if _room(usual, geometry, memory, few) >= few else lean
     slots = _room(plan, geometry, memory, few)
     if slots < few:
@@ -65,7 +69,7 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Mapping[str, 
             f"{_selection(smallest).rank}), and is to have {memory:.4f}; raise --kv-memory"
             + (", or choose smaller sizes for it" if fixed else "")
         )
-    return _with_slots(plan, min(slots, max(few, plan.groups)))
+    return _with_slots(plan, min(slots, wanted))
 
 
 def _selection(plan: Plan) -> Selection:
@@ -84,10 +88,23 @@ def _room(plan: Plan, geometry: Geometry, memory: float, few: int) -> int:
     return few + math.floor((memory - base) / (more - base))
 
 
+def _most_read(plan: Plan, geometry: Geometry, memory: float, few: int, most: int) -> int:
+    """How many slots fit, `few` to `most`, where loads are for all of them: what loads take, slots cannot."""
+
+    def too_many(slots: int) -> bool:
+        return _room(_with_loads(plan, slots), geometry, memory, few) < slots
+
+    return few + bisect(range(few + 1, most + 1), x=False, key=too_many)
+
+
 def _with_loads(plan: Plan, selected: int) -> Plan:
     """The plan with loads for so many groups."""
-    choice = msgspec.structs.replace(_selection(plan), load_buckets=load_buckets(plan.batch, selected))
+    choice = msgspec.structs.replace(_selection(plan), load_buckets=_loads(plan, selected))
     return msgspec.structs.replace(plan, selection=choice)
+
+
+def _loads(plan: Plan, selected: int) -> tuple[int, ...]:
+    return load_buckets(plan.batch, selected, _selection(plan).replacement)
 
 
 def _least_slots(plan: Plan) -> int:
@@ -137,7 +154,7 @@ def _with_groups(plan: Plan, tokens: int, fixed: Mapping[str, Any]) -> Plan:
     selected = -(-choice.selected_groups * plan.group_tokens // tokens)
     sizes: dict[str, Any] = {"selected_groups": max(_least_slots(plan), selected)}
     if "load_buckets" not in fixed:
-        sizes["load_buckets"] = load_buckets(plan.batch, sizes["selected_groups"])
+        sizes["load_buckets"] = _loads(plan, sizes["selected_groups"])
     return msgspec.structs.replace(
         plan, group_tokens=tokens, selection=msgspec.structs.replace(choice, **sizes)
     )
@@ -147,7 +164,7 @@ def _small(plan: Plan, fixed: Mapping[str, Any]) -> list[Plan]:
     """Plans of which one takes the least memory, whatever it loses: of the lowest rank, with nothing pinned that need
     not be, and the smallest loads; of any group size where the summary is of groups."""
     choice = _selection(plan)
-    sizes: dict[str, Any] = {"load_buckets": load_buckets(plan.batch, 1)}
+    sizes: dict[str, Any] = {"load_buckets": _loads(plan, 1)}
     if choice.strategy_name != "quest":
         sizes["rank"] = min(choice.rank, _LEAST_RANK)
     if isinstance(choice.outlier_groups, int):

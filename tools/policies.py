@@ -19,6 +19,7 @@ from swapkv_jax import Plan, UsageError, make_plan
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import KVDType
 from swapkv_jax.planner import SELECTION, CacheChoice, TierChoice, load_buckets
+from swapkv_jax.selection import Replacement
 
 BASELINES = ("quest", "loki", "infinigen", "shadowkv")
 SELECTIVE = ("group", *BASELINES)
@@ -171,9 +172,13 @@ def policy_plan(
         known = published(geometry, name, given, batch=request.get("batch", 1), context=context)
     elif given.keys() - SHAPE:
         selected = given.get("selected_groups", SELECTION.selected_groups)
-        known = {"load_buckets": load_buckets(request.get("batch", 1), selected)}
+        known = {"load_buckets": load_buckets(request.get("batch", 1), selected, _replacement(given))}
     plan = make_plan(geometry, cache="group", tier=tier, **plan_choices({**known, **given}), **request)
     return plan if memory is None else sized(plan, geometry, memory, fixed=given)
+
+
+def _replacement(given: Choices) -> Replacement:
+    return given.get("replacement", SELECTION.replacement)
 
 
 def published(geometry: Geometry, name: str, given: Choices, *, batch: int, context: int) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def published(geometry: Geometry, name: str, given: Choices, *, batch: int, cont
         "selected_groups": selected,
         "reuse_slots": max(selected, given.get("reuse_slots", selected)),
         "aggregate": "softmax" if name == "shadowkv" else "sum",
-        "load_buckets": load_buckets(batch, selected),
+        "load_buckets": load_buckets(batch, selected, _replacement(given)),
     }
     if name == "quest":
         return choices | {"rank": size}

@@ -1,6 +1,7 @@
 """What `search_policies.py` may choose for a policy that selects, at a given memory.
 
-A setting says everything but how many groups a row keeps: as many as the memory has room for beside its summary.
+A setting says everything but how many groups a row keeps: as many as fit beside its summary in the share of the
+memory that it fills.
 Every system gets what its paper leaves open, and what this engine offers to all: how heads are put together, when and
 how often groups are selected, and groups that are always attended.
 """
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import structs
 from policies import policy_plan, published
 
-from swapkv_jax import Plan, PlanError
+from swapkv_jax import Plan, PlanError, UsageError
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import Geometry
 from swapkv_jax.planner import load_buckets
@@ -38,6 +39,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
       sink: whether the first tokens are.
       outliers: shadowkv's groups with exact keys, as a share of its paper's.
       refresh: steps from one selection to the next.
+      filled: of the memory that it may take. To read or attend less is faster.
     """
 
     group_tokens: int
@@ -49,6 +51,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
     aggregate: Aggregate = "sum"
     lookahead: Lookahead = "layer"
     refresh: int = 1
+    filled: float = 1.0
 
 
 Axes = Mapping[str, Sequence[Any]]
@@ -59,7 +62,8 @@ _OF_ALL: Axes = {
     "outliers": (0.0,),
     "aggregate": ("sum", "softmax"),
     "lookahead": ("layer", "step"),
-    "refresh": (1, 2, 4),
+    "refresh": (1, 2, 4, 8, 16, 32),
+    "filled": (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0),
 }
 AXES: Mapping[str, Axes] = {
     "group": {**_OF_ALL, "group_tokens": (2, 4, 8, 16), "rank": (8, 16, 24, 32, 48, 64, 96)},
@@ -74,6 +78,8 @@ AXES: Mapping[str, Axes] = {
     },
 }
 """Per policy, each field's values in rising order. Ranks beyond the keys' size are left out, see `Space.of`."""
+_SIZES = ("selected_groups", "reuse_slots", "sink_groups", "recent_groups", "outlier_groups", "load_buckets")
+"""Fields of a plan that a search chooses by others, see `Setting`."""
 _FIRST: Mapping[str, Mapping[str, Any]] = {
     "group": {"recent_tokens": 32, "sink": True, "aggregate": "softmax"},  # our own defaults
     "quest": {},
@@ -92,6 +98,7 @@ class Space:
     Attributes:
       request: what else `make_plan` is asked for; batch and max_context at least.
       axes: each field's values in rising order, all fields of `Setting`.
+      fixed: choices of every plan, as `--set` says them.
     """
 
     policy: str
@@ -99,15 +106,35 @@ class Space:
     memory: float
     request: Mapping[str, Any]
     axes: Axes
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     _plans: dict[Setting, Plan | PlanError] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, policy: str, geometry: Geometry, memory: float, **request: Any) -> Space:
-        """The space that `AXES` has for a policy, without ranks beyond the size of keys."""
+    def of(
+        cls,
+        policy: str,
+        geometry: Geometry,
+        memory: float,
+        *,
+        fixed: Mapping[str, Any] | None = None,
+        **request: Any,
+    ) -> Space:
+        """The space that `AXES` has for a policy, without ranks beyond the size of keys, and with what is `fixed`.
+
+        Raises:
+          UsageError: it fixes a size that the search chooses by others.
+        """
+        fixed = {} if fixed is None else fixed
+        if sizes := [name for name in _SIZES if name in fixed]:
+            raise UsageError(
+                f"--set {policy}.{sizes[0]} is what the search is for; leave it out, or set another field"
+            )
         size = geometry.head_dim if policy in ("loki", "infinigen") else geometry.kv_heads * geometry.head_dim
         axes = dict(AXES[policy])
         axes["rank"] = tuple(rank for rank in axes["rank"] if rank <= size) or (size,)
-        return cls(policy=policy, geometry=geometry, memory=memory, request=request, axes=axes)
+        for name in axes.keys() & fixed:
+            axes[name] = (max(fixed[name], default=1) if name == "refresh" else fixed[name],)
+        return cls(policy=policy, geometry=geometry, memory=memory, request=request, axes=axes, fixed=fixed)
 
     def plan(self, setting: Setting) -> Plan:
         """The setting's plan, with as many slots as the memory holds.
@@ -151,7 +178,9 @@ class Space:
 
     def _sized(self, setting: Setting, selected: int, **more: Any) -> Plan:
         given = self.choices(setting, selected) | more
-        return policy_plan(self.geometry, self.policy, given, memory=self.memory, **self.request)
+        return policy_plan(
+            self.geometry, self.policy, given, memory=setting.filled * self.memory, **self.request
+        )
 
     def choices(self, setting: Setting, selected: int) -> dict[str, Any]:
         """What the setting says to `policy_plan`, where so many groups are selected."""
@@ -171,15 +200,17 @@ class Space:
             request = {"batch": self.request["batch"], "context": self.request["max_context"]}
             known = published(self.geometry, "shadowkv", {"group_tokens": g}, **request)
             choices["outlier_groups"] = round(setting.outliers * known["outlier_groups"])
-        return choices
+        return {**choices, **self.fixed}
 
     def chosen(self, setting: Setting) -> dict[str, Any]:
-        """What `policy_plan` is to be given for the setting's plan. Where all that is kept is selected anew, that is
-        said by more groups than can be kept, so that it holds for other contexts and batches too."""
-        whole = setting.share == 1
-        return self.choices(
-            setting, self._groups(setting) if whole else selection_of(self.plan(setting)).selected_groups
-        )
+        """What `policy_plan` is to be given, with all of the memory, for the setting's plan. Where as much is kept as
+        fits and all of it selected anew, that is said by more groups than can be kept, so that it holds for other
+        contexts and batches too."""
+        if setting.share == setting.filled == 1:
+            return self.choices(setting, self._groups(setting))
+        sizes = selection_of(self.plan(setting))
+        choices = self.choices(setting, sizes.selected_groups)
+        return choices if setting.filled == 1 else choices | {"reuse_slots": sizes.reuse_slots}
 
     # ---- what the search asks ----------------------------------------------------------------------------
 
@@ -225,7 +256,11 @@ class Space:
     def _of_size(self, tokens: int) -> Iterator[Setting]:
         """Settings to start from, as they are preferred: the largest rank first, pinned as published before not."""
         first = {name: values[0] for name, values in self.axes.items()}
-        plain = {**first, "group_tokens": tokens, "share": self.axes["share"][-1]}
+        plain = {
+            **first,
+            "group_tokens": tokens,
+            **{name: self.axes[name][-1] for name in ("share", "filled")},
+        }
         wanted = {name: value for name, value in _FIRST[self.policy].items() if value in self.axes[name]}
         for fields in ({**plain, **wanted}, plain):
             for rank in reversed(self.axes["rank"]):

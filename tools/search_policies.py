@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from flag_types import add_tables_flags, count, names, nats, paths
 from outputs import check_json, make_directory
-from policies import parse_fraction
+from policies import parse_fraction, parse_settings
 from policy_space import AXES, Setting, Space
 from policy_trials import Bench, Trials, compiled_once
 from search_table import milliseconds, table
@@ -65,6 +65,9 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
       SwapKVError: flags that cannot work, a model or tier that fails.
     """
     check_json(args.json)
+    fixed = parse_settings(args.set)
+    if unsearched := fixed.keys() - set(args.policies):
+        raise UsageError(f"--set is for {min(unsearched)}, which is not searched; name it in --policies too")
     store_dir, tables = args.store_dir or default_store_dir(), Tables(args.tables, fresh=args.fresh)
     make_directory(store_dir, "--store-dir")
     with say.bars() as progress:
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace, say: Talk) -> SettingsFile:
             policies=found,
         )
         for policy in args.policies:
-            space = Space.of(policy, model.geometry, memory, **bench.request)
+            space = Space.of(policy, model.geometry, memory, fixed=fixed.get(policy), **bench.request)
             trials = Trials(bench, space)
             found[policy] = search_policy(
                 space, trials, loss=bound, limit=args.limit, told=_told(policy, trials, say)
@@ -237,6 +240,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--loss", type=nats, default=0.1, metavar="NATS", help="bound of the fastest (default 0.1)")
     add("--limit", type=count, default=40, metavar="N", help="most settings tried, per policy and goal (40)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="POLICY.FIELD=VALUE",
+        help="what every setting of a policy is to have, as quest.replacement=all; may be given several times",
+    )
     add("--json", type=Path, required=True, metavar="OUT", help="what --settings of other tools takes")
     add("--model", default="smollm2-135m", help="Hugging Face directory, hub id, GGUF file, or smollm2-135m")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")

@@ -16,7 +16,7 @@ from swapkv_jax.plan import DType, KVDType, Plan, Tier, Transport, staging_shape
 from swapkv_jax.plan_buffers import ITEMSIZE
 from swapkv_jax.planner.budgets import NO_LIMITS, Budgets, weight_bytes
 from swapkv_jax.planner.measured_models import MeasuredChoice, measured_choice
-from swapkv_jax.selection import Lookahead, Selection
+from swapkv_jax.selection import Lookahead, Replacement, Selection
 
 CacheChoice = Literal["auto", "resident", "layer", "group"]
 TierChoice = Literal["auto", "dram", "disk"]
@@ -208,12 +208,14 @@ def _fitted(choice: Selection, request: Request) -> Selection:
         selected_groups=selected,
         reuse_slots=slots,
         rank=min(choice.rank, g.kv_heads * g.head_dim),
-        load_buckets=load_buckets(request.batch, selected),
+        load_buckets=load_buckets(request.batch, selected, choice.replacement),
     )
 
 
-def load_buckets(batch: int, selected: int) -> tuple[int, ...]:
+def load_buckets(batch: int, selected: int, replacement: Replacement = "lru") -> tuple[int, ...]:
     """Sizes of loads for `batch` rows that select so many groups each."""
+    if replacement == "all":
+        return (batch * selected,)
     # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
     largest = max(8, -(-batch * selected // 4))
     return *(n for n in _LOADS if n < largest), min(largest, 2 * _LOADS[-1])
