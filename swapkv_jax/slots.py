@@ -121,7 +121,7 @@ class SlotTable:
 
         self._tickets += 1
         if self.policy == "all":
-            self._empty(layer)
+            self._forget(layer, np.flatnonzero(self.kept_mask(layer)))
         if len(absent):
             at = rows * self.slots + targets
             group_of = self._group_of[layer].reshape(-1)
@@ -163,11 +163,7 @@ class SlotTable:
           ValueError: the request was published or cancelled before.
         """
         at = self._outstanding(request)
-        group_of = self._group_of[request.layer].reshape(-1)
-        # A slot of a cleared row holds -1, which is its row's spare column again.
-        self._slot_of[request.layer].reshape(-1)[at // self.slots * (self.groups + 1) + group_of[at]] = -1
-        group_of[at] = -1
-        self._age[request.layer].reshape(-1)[at] = at % self.slots
+        self._forget(request.layer, at)
         self._ticket[request.layer].reshape(-1)[at] = LANDED
 
     def lookup(self, layer: int, groups: ArrayLike) -> NDArray[np.int32]:
@@ -216,12 +212,13 @@ class SlotTable:
         """Whether no read is on its way to these slots [B, any]; of -1, whatever another row's slot says."""
         return self._ticket[layer].reshape(-1)[slots + self._row[:, None] * self.slots] == LANDED
 
-    def _empty(self, layer: int) -> None:
-        """Forgets what has landed in a layer's slots."""
-        rows, slots = np.nonzero(self.kept_mask(layer))
-        self._slot_of[layer][rows, self._group_of[layer][rows, slots]] = -1
-        self._group_of[layer][rows, slots] = -1
-        self._age[layer][rows, slots] = slots
+    def _forget(self, layer: int, at: NDArray[np.int64]) -> None:
+        """Empties a layer's slots [n], counted through all rows."""
+        group_of = self._group_of[layer].reshape(-1)
+        # A slot of a cleared row holds -1, which is its row's spare column again.
+        self._slot_of[layer].reshape(-1)[at // self.slots * (self.groups + 1) + group_of[at]] = -1
+        group_of[at] = -1
+        self._age[layer].reshape(-1)[at] = at % self.slots
 
     def _mask(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[B, C], true at these slots [B, M]; the spare column takes every -1, as in `_slot_of`."""

@@ -56,7 +56,8 @@ def sized(plan: Plan, geometry: Geometry, memory: float, *, fixed: Mapping[str, 
         lean = _with_loads(plan, few)
         most = max(few, min(_room(lean, geometry, memory, few), _selection(plan).selected_groups))
         if _selection(plan).replacement == "all":
-            most = wanted = _most_read(plan, geometry, memory, few, min(most, wanted))
+            most = _most_read(plan, geometry, memory, few, most)
+            wanted = min(wanted, most)
         usual = _with_loads(plan, most)
         plan = usual if _room(usual, geometry, memory, few) >= few else lean
     slots = _room(plan, geometry, memory, few)

@@ -74,7 +74,7 @@ def add_policy_flags(parser: argparse._ActionsContainer, *, memories: bool = Fal
         type=_fractions if memories else parse_fraction,
         metavar="FRACTION[,FRACTION]" if memories else "FRACTION",
         help="give every policy that selects this fraction of the whole KV's bytes as memory (0.077, or 1/13), by as "
-        "many reuse slots as that leaves room for",
+        "many reuse slots as that leaves room for, and no more than are asked for",
     )
 
 

@@ -137,7 +137,7 @@ class Space:
         return cls(policy=policy, geometry=geometry, memory=memory, request=request, axes=axes, fixed=fixed)
 
     def plan(self, setting: Setting) -> Plan:
-        """The setting's plan, with as many slots as the memory holds.
+        """The setting's plan, with as many slots as fit the share of the memory that it fills.
 
         Raises:
           PlanError: there is no room for its pinned groups and one more.

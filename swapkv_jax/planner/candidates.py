@@ -213,7 +213,7 @@ def _fitted(choice: Selection, request: Request) -> Selection:
 
 
 def load_buckets(batch: int, selected: int, replacement: Replacement = "lru") -> tuple[int, ...]:
-    """Sizes of loads for `batch` rows that select so many groups each."""
+    """Sizes of loads for `batch` rows that select so many groups each; all of them in one where nothing is reused."""
     if replacement == "all":
         return (batch * selected,)
     # A step misses a tenth to a sixth of what it selects; larger loads than this are for the first step alone.
