@@ -53,7 +53,7 @@ def device_bytes(engine: Engine) -> DeviceBytes:
                 compiled += count * (arguments - size * layer_weights - shared)
     elif program.group is not None:
         # A segment waits for a selection, the next layer's or `no_ids`; what is its own is in the predict graph,
-        # and under `step` lookahead in the segment as well.
+        # and in the segment as well where that selects for the next step.
         ids = buffers["no_ids"]
         segment = program.group.segment.memory.arguments - layer_weights - shared - ids
         predict = program.group.predict.memory.arguments - layer_weights - shared
@@ -69,7 +69,7 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         summary = of_layer("summary")
         predict -= of_layer("adapter") + summary
         compiled += ids + len(plan.selecting_layers) * (
-            segment + predict - (ids if choice.lookahead == "step" else 0)
+            segment + predict - (ids if choice.lookahead != "layer" else 0)
         )
         if program.group.whole is not None:
             own = program.group.whole.memory.arguments - layer_weights - shared - ids

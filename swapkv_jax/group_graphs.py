@@ -67,7 +67,8 @@ def compile_group_graphs(
     columns = query_columns(plan.attention, geometry.heads * geometry.head_dim)
     queries = Shape((geometry.hidden, columns), jnp.dtype(choice.summary_dtype))
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
-    by_step = choice.lookahead == "step"
+    by_step = choice.lookahead != "layer"
+    rarely = choice.lookahead == "layer-then-step" or max(choice.refresh, default=1) > 1
 
     def slots(layers: Sequence[int]) -> tuple[Any, Shape]:
         """The pool of each of these layers, which are alike, and which of its slots are in use."""
@@ -122,7 +123,7 @@ def compile_group_graphs(
             (6,),
         ),
         segment=make_segment(selects=by_step),
-        between=make_segment(selects=False) if by_step and max(choice.refresh, default=1) > 1 else None,
+        between=make_segment(selects=False) if by_step and rarely else None,
         whole=whole,
         whole_load=whole_load,
     )
@@ -190,7 +191,7 @@ def group_segment(
     graph, must not share the processor with it.
 
     Args:
-      selects: also takes and gives `ids` [B, M], the groups that the next step should attend (`step` lookahead).
+      selects: also takes and gives `ids` [B, M], the groups that the next step should attend (lookahead by a step).
       interpret: interprets the plan's attention kernel, for tests off its platform.
     """
     layout, strategy, view = slot_layout(plan, interpret), strategy_of(plan, block), _SummaryView(plan)

@@ -115,9 +115,10 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
             f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "
             "leave it out"
         )
-    if plan.selection.lookahead == "step" and plan.layers < 2:
+    if plan.selection.lookahead != "layer" and plan.layers < 2:
         raise PlanError(
-            "lookahead step reads for a layer while others compute, and the model has 1 layer; use lookahead layer"
+            f"lookahead {plan.selection.lookahead} reads for a layer while others compute, and the model has 1 "
+            "layer; use lookahead layer"
         )
     if plan.tier is None or plan.transport is None:
         raise PlanError(
@@ -135,7 +136,7 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
     if plan.staging_slots is None or plan.staging_slots < 2:
         raise PlanError(
             f"policy group needs staging_slots of at least 2 (one loads while the next fills), not "
-            f"{plan.staging_slots}; use 2, or more under lookahead step, which reads that many layers ahead"
+            f"{plan.staging_slots}; use 2, or more where lookahead is by a step, which reads that many layers ahead"
         )
     for name in ("physical_layers", "staging_groups"):
         if getattr(plan, name) is not None:

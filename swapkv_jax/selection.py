@@ -9,7 +9,7 @@ import msgspec
 from swapkv_jax.errors import PlanError
 
 Aggregate = Literal["sum", "softmax"]
-Lookahead = Literal["step", "layer"]
+Lookahead = Literal["step", "layer", "layer-then-step"]
 Replacement = Literal["fifo", "lru", "all"]
 Summary = Literal["token", "group"]
 SummaryDType = Literal["float32", "bfloat16", "float16"]
@@ -30,7 +30,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       summary_dtype: of the summary; scores are float32 whatever it is.
       aggregate: how query heads are put together, see `predictor`.
       lookahead: `step` selects with this step's queries for the next step, `layer` with a layer's input for
-        the layer after it (the paper).
+        the layer after it (the paper). `layer-then-step` is `layer` in a generation's first `opening_steps`, when
+        what a prompt asks for must be there at once, and `step` from then on, when a slow disk has a step's time.
       replacement: which slot a missing group takes, see `slots`; `all` reuses nothing, as systems without a reuse
         buffer.
       attended: `selected` attends the selected groups (the paper), `kept` every group that is still in a slot
@@ -83,6 +84,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def opening(self) -> int:
         """Steps from a generation's first on in which every layer selects."""
         return 1 if self.opening_steps is msgspec.UNSET else self.opening_steps
+
+    def by_step(self, step: int) -> bool:
+        """Whether what layers attend in a generation's step is selected in the step before. (Under `step` lookahead
+        the first step, which has none before it, selects itself.)"""
+        return self.lookahead == "step" or (self.lookahead == "layer-then-step" and step >= self.opening)
 
     def due(self, layer: int, step: int) -> bool:
         """Whether a layer that selects does so in a generation's step, counted from 0. Layers take turns."""

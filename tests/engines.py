@@ -144,8 +144,12 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     if plan.selection is not None:
         given = plan.selection
         rarer = given.lookahead == "step" and max(given.refresh, default=1) > 1  # has a graph more
+        rarer |= given.lookahead == "layer-then-step"
         refresh = (2,) * plan.layers if rarer else ()
-        choice = msgspec.structs.replace(given, replacement="lru", attended="kept", refresh=refresh)
+        by = "layer" if given.lookahead == "layer" else "step"
+        choice = msgspec.structs.replace(
+            given, replacement="lru", attended="kept", refresh=refresh, lookahead=by, opening_steps=1
+        )
         if plan.group_tokens == 1 and choice.strategy_name == "kvswap":  # a token and the mean of one
             choice = msgspec.structs.replace(choice, summary="group")
         if choice.strategy_name == "infinigen":  # directions are arguments

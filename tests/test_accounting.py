@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import msgspec
@@ -18,7 +18,7 @@ from swapkv_jax import Engine, Plan, make_plan
 from swapkv_jax.accounting import device_bytes, kv_bytes
 from swapkv_jax.adapter import Adapter
 from swapkv_jax.models import Geometry, Model
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Lookahead, Selection
 
 
 @st.composite
@@ -183,7 +183,7 @@ def test_group(tmp_path: Path, case: tuple[Geometry, dict[str, Any]], data: st.D
         recent_groups=1,
         summary=data.draw(st.sampled_from(["token", "group"])),
         summary_dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
-        lookahead=data.draw(st.sampled_from(["step", "layer"])),
+        lookahead=data.draw(st.sampled_from(get_args(Lookahead))),
         load_buckets=(2, data.draw(st.integers(3, 20))),
     )
     rows = data.draw(st.none() | st.integers(1, fields["batch"]))

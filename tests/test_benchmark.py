@@ -245,11 +245,11 @@ def test_an_interrupted_run_goes_on(
     shapes = importlib.import_module("benchmark_shapes")
     measured, interleave = [], shapes.interleave
 
-    def interrupted(contenders: Any, work: Any, **how: Any) -> Any:
+    def interrupted(contenders: Any, work: Any, *how: Any) -> Any:
         measured.append(len(work.prompts[0]))
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return interleave(contenders, work, **how)
+        return interleave(contenders, work, *how)
 
     monkeypatch.setattr(shapes, "interleave", interrupted)
     flags = ["--policies", "resident", "--context", "6,8", "--steps", "1"]

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import tiny_checkpoint
 from tool_runs import Outcome, run_tool, small_benchmark
 
@@ -157,6 +159,29 @@ def test_group_rows(run: Run, checkpoint: Path, adapter: Path, tmp_path: Path) -
     assert 0 < dram["groups_from_dram_per_step"] <= dram["groups_read_per_step"]
     assert report["growth"] == []
     assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_the_warm_up_is_as_long_as_asked(run: Run, checkpoint: Path, adapter: Path) -> None:
+    """A note says so where it leaves some of the first steps, in which all layers select, to be timed."""
+    refresh = ",".join(["4"] * load_model(str(checkpoint)).geometry.layers)
+    flags = ["--policies", "group", "--batch", "1", "--prefill", "random", "--adapter", str(adapter)]
+    flags += ["--refresh", refresh]
+    _, out, _, short = run(*flags, "--opening-steps", "4", "--warm-up", "3")
+    _, _, _, long = run(*flags, "--opening-steps", "4", "--warm-up", "4")
+    assert (short["warm_up"], long["warm_up"]) == (3, 4)
+    assert f"{STEPS} steps in turns of {BURST} after 3" in out
+    assert any("give --warm-up 4" in note for note in short["notes"])
+    assert not any("warm-up" in note for note in long["notes"])
+
+
+@given(timed=st.integers(1, 40), burst=st.integers(1, 20), warm_up=st.none() | st.integers(1, 40))
+def test_turns_are_of_the_steps_that_were_asked_for(timed: int, burst: int, warm_up: int | None) -> None:
+    steps = importlib.import_module("rounds").Steps(timed=timed, burst=burst, warm_up=warm_up, breakdown=3)
+    sizes = {counts: [n for n, counted in steps.turns if counted == counts] for counts in (False, True)}
+    assert (sum(sizes[False]), sum(sizes[True])) == (2 * burst if warm_up is None else warm_up, timed)
+    assert max(sizes[False] + sizes[True]) <= burst
+    assert [counts for _, counts in steps.turns] == sorted(counts for _, counts in steps.turns)
+    assert steps.new_tokens == 1 + sum(n for n, _ in steps.turns) + 3
 
 
 @pytest.mark.parametrize(("flags", "kv"), [([], "bfloat16"), (["--kv-dtype", "float32"], "float32")])

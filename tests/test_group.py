@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ from swapkv_jax.cache.record_reader import RecordReader
 from swapkv_jax.cache.resident import ResidentCache
 from swapkv_jax.calibration import calibrate, default_text
 from swapkv_jax.models import Model
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Lookahead, Selection
 from swapkv_jax.slots import Request
 from swapkv_jax.staging import fetch, host_view
 
@@ -83,7 +83,7 @@ def everything(group_tokens: int, **fields: Any) -> Selection:
 
 
 @pytest.mark.parametrize("summary", ["token", "group"])
-@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
 @pytest.mark.parametrize("group_tokens", [1, 4, 8])
 def test_all_groups_selected_is_resident(
     deep: Model,
@@ -145,7 +145,7 @@ def test_other_choices_are_resident_too(
 
 
 @pytest.mark.parametrize("transport", ["alias", "copy"])
-@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
 @pytest.mark.parametrize("whole", [(0, 3, 4), (1, 2, 3, 4, 5, 6)])
 def test_layers_that_keep_every_group_are_resident(
     deep: Model,
@@ -264,7 +264,7 @@ def attended(cache: GroupCache, layer: int, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("what", ["selected", "kept"])
-@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
 def test_it_attends_what_it_selected_or_kept(
     deep: Model, adapter: Adapter, tmp_path: Path, what: str, lookahead: str
 ) -> None:
@@ -320,7 +320,7 @@ def test_without_spare_slots_kept_is_selected(deep: Model, adapter: Adapter, tmp
     assert_same(decoded[1], decoded[0])
 
 
-@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
 @pytest.mark.parametrize(("group_tokens", "opening"), [(1, 1), (4, 1), (4, 3)])
 def test_rarer_selections(
     deep: Model, adapter: Adapter, tmp_path: Path, lookahead: str, group_tokens: int, opening: int
@@ -360,9 +360,10 @@ def test_rarer_selections(
         decode(engine, prompts_of(*LENGTHS), NEW)
         assert steps == NEW - 1
     segments = plan.layers * steps
-    # Under `step` lookahead a segment selects, or not, for the step after it.
-    again = sum(due(layer, step) for step in range(1, NEW) for layer in range(plan.layers))
-    selecting = again if lookahead == "step" else segments
+    # Where lookahead is by a step a segment selects, or not, for the step after it.
+    first = opening if lookahead == "layer-then-step" else 1
+    again = sum(due(layer, step) for step in range(first, NEW) for layer in range(plan.layers))
+    selecting = segments if lookahead == "layer" else again
     assert runs == {"segment": selecting, "between": segments - selecting}
 
 
@@ -426,7 +427,7 @@ def test_a_model_of_one_layer(tmp_path: Path) -> None:
         group_plan(model, everything(GROUP, lookahead="step"))
 
 
-@pytest.mark.parametrize("lookahead", ["step", "layer"])
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
 @pytest.mark.parametrize("summary", ["token", "group"])
 def test_memory_is_what_the_plan_says(
     deep: Model, adapter: Adapter, tmp_path: Path, summary: str, lookahead: str

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 NEW = 18
 LENGTHS = (3, 13, 37, 78)  # row 0 completes a group with its very last token
-LOOKAHEADS: tuple[Lookahead, ...] = ("step", "layer")
+LOOKAHEADS: tuple[Lookahead, ...] = get_args(Lookahead)
 
 
 @pytest.fixture(params=["kernel", "threads"])
@@ -222,7 +222,7 @@ def test_reads_that_keep_failing(
         assert str(tmp_path) in message
         assert always.at is not None
         # What is read during a step is for the next one under `step`, for the step itself under `layer`.
-        assert len(steps) <= always.at + (lookahead == "step")
+        assert len(steps) <= always.at + (lookahead != "layer")
         disk.reading = None
         assert_same(decode(engine, prompts_of(*LENGTHS), NEW), expected[lookahead])
     assert list(tmp_path.glob("*.kv")) == []

@@ -27,7 +27,7 @@ from swapkv_jax.adapter import Adapter
 from swapkv_jax.attention_choice import Attention, check_capability, default_attention, why_xla
 from swapkv_jax.models.blocks import split_block
 from swapkv_jax.program import decode_specs
-from swapkv_jax.selection import Selection
+from swapkv_jax.selection import Lookahead, Selection
 from swapkv_jax.slot_layouts import PackedSlots, slot_layout
 
 INTERPRETED: dict[Attention, Any] = {
@@ -94,7 +94,7 @@ def _segment(attention: Attention, items: tuple[tuple[str, Any], ...]) -> tuple[
     plan, model = plan_of(attention, dict(items))
     block = split_block(model, plan.dtype)
     interpret = INTERPRETED.get(attention, False)
-    selects = group_graphs.selection_of(plan).lookahead == "step"
+    selects = group_graphs.selection_of(plan).lookahead != "layer"
     return plan, block, jax.jit(group_graphs.group_segment(plan, block, selects=selects, interpret=interpret))
 
 
@@ -141,7 +141,7 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     packed_rolling = np.pad(np.concatenate(rollings[1], axis=-1), fill[1:])
     x = draw(b, params["qkv"]["kernel"].shape[0])
     after = ids
-    more = (ids,) if choice.lookahead == "step" else ()
+    more = (ids,) if choice.lookahead != "layer" else ()
     expected = xla(params, adapter, x, (xk, xv), mask, lengths, after, rollings[0], summary, *more)
     ours = kernel(params, adapter, x, (packed,), mask, lengths, after, (packed_rolling,), summary, *more)
     tolerance = TOLERANCE[size["dtype"]]
@@ -194,7 +194,7 @@ def test_segment_of_any_size_equals_xla(attention: Attention, data: st.DataObjec
         slots=slots,
         selected=selected,
         attended=attended,
-        lookahead=draw(st.sampled_from(["step", "layer"])),
+        lookahead=draw(st.sampled_from(get_args(Lookahead))),
         summary=draw(st.sampled_from(["token", "group"])),
     )
     most = slots if attended == "kept" else selected

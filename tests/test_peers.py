@@ -117,7 +117,8 @@ def test_the_fastest_of_each_precision_takes_part(benchmark: ModuleType) -> None
     work = contenders.Workload(prompts=[[1, 2]], new_tokens=9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_decode.time, "perf_counter", lambda: clock.now)
-        found = peer_decode.choose_settings({"p": peer}, 1, 9, work, steps=2, burst=1, dtype="float32")
+        steps = importlib.import_module("rounds").Steps(timed=2, burst=1)
+        found = peer_decode.choose_settings({"p": peer}, 1, 9, work, steps, dtype="float32")
     assert [(name, setting.name) for name, setting in found.settings] == [("p", "b"), ("p", "d")]
     assert [(row["setting"], row["tpot_s"], row["taken"]) for row in found.trials] == [
         ("a", 3.0, False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swapkv_jax import Plan, PlanError, make_plan
 from swapkv_jax.models import Geometry
 from swapkv_jax.plan import DType, Tier, staging_shape
-from swapkv_jax.selection import Selection, Summary
+from swapkv_jax.selection import Lookahead, Selection, Summary
 from swapkv_jax.tiers import planned_file_bytes
 
 PAGE = 4096
@@ -109,7 +109,7 @@ def group_plans(draw: st.DrawFn) -> tuple[Plan, Geometry]:
         recent_groups=recent,
         summary=draw(st.sampled_from(["token", "group"])),
         summary_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        lookahead=draw(st.sampled_from(["step", "layer"])),
+        lookahead=draw(st.sampled_from(get_args(Lookahead))),
         attended=draw(st.sampled_from(["selected", "kept"])),
         refresh=draw(refresh),
         load_buckets=tuple(sorted(buckets)),

@@ -312,7 +312,7 @@ def test_group_keeps_kv_in_16_bits() -> None:
 
 
 def test_group_reads_as_far_ahead_as_its_lookahead() -> None:
-    for lookahead, slots in (("layer", 2), ("step", 8)):
+    for lookahead, slots in (("layer", 2), ("step", 8), ("layer-then-step", 8)):
         choice = replace(SELECTION, rank=8, lookahead=lookahead)
         assert make_plan(GEOMETRY, cache="group", selection=choice).staging_slots == slots
     assert make_plan(GEOMETRY, cache="group", staging_slots=3).staging_slots == 3

@@ -32,7 +32,7 @@ import machine
 from adapters import adapters_for
 from benchmark_flags import make_parser
 from benchmark_plots import plot_files, terminal
-from benchmark_shapes import Setup, make_shape, measure_shape
+from benchmark_shapes import Setup, make_shape, measure_shape, steps_of
 from benchmark_table import tables
 from contenders import RANDOM_DEPTH
 from floors import floors, growth
@@ -43,10 +43,9 @@ from plots import need_matplotlib
 from policies import SELECTIVE
 from random_adapters import random_adapters
 from random_model import random_model
-from rounds import new_tokens
 from windows import read_texts
 
-from swapkv_jax import SwapKVError, UsageError, load_model
+from swapkv_jax import Plan, SwapKVError, UsageError, load_model
 from swapkv_jax.interrupts import interruptible
 from swapkv_jax.models import Model
 from swapkv_jax.report import write_report
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     store_dir = _places(args)
     texts = read_texts(args.prompt_file, "--prompt-file") if args.prompt_file else None
-    new = new_tokens(args.steps, args.burst, args.breakdown)
+    new = steps_of(args).new_tokens
     if args.weights == "random":
         model = random_model(args.model, args.dtype, max(args.context) + new)
     else:
@@ -129,10 +128,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "forced": texts is not None,
         "steps": args.steps,
         "burst": args.burst,
+        "warm_up": steps_of(args).before,
         "random_reader": f"reads of single records at random places of the engine's own files, past the page cache, "
         f"{RANDOM_DEPTH} threads with one read each in flight",
         "skipped": skipped,
-        "notes": _notes(args, setup, kept),
+        "notes": _notes(args, setup, kept, plans),
         "kv_memory": args.kv_memory,
         "rows": rows,
         "trials": [row for found in measured for row in found.trials],
@@ -184,8 +184,14 @@ def _prefill_kind(args: argparse.Namespace, engines: int) -> str:
     return args.prefill or ("once" if once else "real")
 
 
-def _notes(args: argparse.Namespace, setup: Setup, kept: KeptRuns) -> list[str]:
+def _notes(args: argparse.Namespace, setup: Setup, kept: KeptRuns, plans: Sequence[Plan]) -> list[str]:
     notes = []
+    opening = max((plan.selection.opening for plan in plans if plan.selection is not None), default=0)
+    if opening > steps_of(args).before:
+        notes.append(
+            f"some timed steps are among a generation's first {opening}, in which every layer selects: give "
+            f"--warm-up {opening} for those after them"
+        )
     if setup.prefill == "random" and set(SELECTIVE) & set(args.policies):
         notes.append(RANDOM_NOTE)
     if kept.reused:

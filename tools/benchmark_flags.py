@@ -41,6 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="steps of a turn, one right after the other (default 16): what is read between turns costs nothing, and "
         "what is done once in several steps falls into some turns, so the more, the less of either",
     )
+    add(
+        "--warm-up",
+        type=count,
+        default=None,
+        metavar="N",
+        help="steps of each before the timed ones (default: two turns)",
+    )
     add("--tier", type=names("tier", TIERS), default=["dram"], help="where layer keeps KV")
     add("--physical-layers", type=count, default=None)
     add("--dtype", default="float32")

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kept_runs import KeptRuns, content_digest
 from peer_decode import Chosen, choose_settings, open_setting
 from peers import Peer, Setting
 from policies import given_by_policy, policy_plan
-from rounds import interleave, new_tokens
+from rounds import Steps, interleave
 from windows import cut_windows
 
 from swapkv_jax import Plan
@@ -59,7 +59,7 @@ class Setup:
             "peers": {name: peer.version for name, peer in self.peers.items()},
             "prefill": self.prefill,
             "store": str(self.store_dir),
-            "steps": [args.steps, args.burst, args.breakdown],
+            "steps": asdict(steps_of(args)),
         }
 
 
@@ -79,11 +79,16 @@ class Shape:
         }
 
 
+def steps_of(args: argparse.Namespace) -> Steps:
+    """The steps that the flags ask of each contender."""
+    return Steps(timed=args.steps, burst=args.burst, warm_up=args.warm_up, breakdown=args.breakdown)
+
+
 def make_shape(
     args: argparse.Namespace, model: Model, texts: Mapping[str, str] | None, context: int, batch: int
 ) -> Shape:
     """Raises UsageError or PlanError: flags that cannot work for it."""
-    new = new_tokens(args.steps, args.burst, args.breakdown)
+    new = steps_of(args).new_tokens
     plans = list(_plans(args, model, batch, context + new))
     if texts is None:
         vocab = model.geometry.vocab
@@ -157,7 +162,7 @@ class _Work:
         args = self._setup.args
         return Workload(
             prompts=self._shape.prompts,
-            new_tokens=new_tokens(args.steps, args.burst, args.breakdown),
+            new_tokens=steps_of(args).new_tokens,
             following=self._shape.following,
             prefilled=self._prefilled(),
         )
@@ -191,8 +196,7 @@ def _chosen(setup: Setup, shape: Shape, work: _Work, kept: KeptRuns) -> Chosen:
             len(shape.prompts),
             shape.plans[0][1].max_context,
             work.load,
-            steps=min(TRIAL_STEPS, setup.args.steps),
-            burst=min(TRIAL_BURST, setup.args.burst),
+            Steps(timed=min(TRIAL_STEPS, setup.args.steps), burst=min(TRIAL_BURST, setup.args.burst)),
             dtype=setup.model.dtype,
         )
         settings = [(name, setting.name) for name, setting in found.settings]
@@ -222,7 +226,7 @@ def _measure(setup: Setup, shape: Shape, work: _Work, chosen: Chosen, profile: s
             capacity = shape.plans[0][1].max_context
             contenders.append(open_setting(name, setup.peers[name], setting, batch, capacity))
             stack.callback(contenders[-1].close)
-        rows = interleave(contenders, load, steps=args.steps, burst=args.burst, breakdown=args.breakdown)
+        rows = interleave(contenders, load, steps_of(args))
     more = {"storage_profile": profile, "prefill_s": work.prefill_s}
     # What the memory can do shows only when nobody else uses it: the best moment counts.
     return {"rows": _shaped(shape, rows, **more), "memory_bytes_per_s": memory_bandwidth()}

@@ -20,7 +20,7 @@ def tables(report: dict[str, Any]) -> str:
         + (f", disk {disk / 1e9:.2f} GB/s" if disk else "")
         + f"; jax {facts['jax']}, {facts['date']}",
         f"{report['model']}, {report['dtype']}; prompt of {report['prompt']}, {report['prefill']} prefill; "
-        f"{report['steps']} steps in turns of {report['burst']}"
+        f"{report['steps']} steps in turns of {report['burst']} after {report['warm_up']}"
         + (", the text's own tokens" if report["forced"] else "")
         + (
             f"; policies that select get {report['kv_memory']:.4f} of the whole KV"

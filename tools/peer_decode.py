@@ -10,7 +10,7 @@ from typing import Any
 
 from contenders import Samples, Workload
 from peers import Peer, PeerRun, PeerUnavailable, Setting
-from rounds import interleave
+from rounds import Steps, interleave
 
 from swapkv_jax.prefilled import RandomPrefill
 
@@ -90,12 +90,11 @@ def choose_settings(
     batch: int,
     capacity: int,
     work: Workload,
+    steps: Steps,
     *,
-    steps: int,
-    burst: int,
     dtype: str,
 ) -> Chosen:
-    """Tries every setting of each peer, those of one peer in interleaved rounds of `steps` steps, and takes the
+    """Tries every setting of each peer, those of one peer in interleaved rounds, and takes the
     fastest one whose precision is `dtype`, ours, and the fastest of the others. (All of them at once would need
     memory for as many whole caches.)"""
     found = Chosen([], [], {})
@@ -116,7 +115,7 @@ def choose_settings(
             if not tried:
                 continue
             try:
-                rows = interleave([run for _, run in tried], work, steps=steps, burst=burst, what="trials, ")
+                rows = interleave([run for _, run in tried], work, steps, what="trials, ")
             except PeerUnavailable as reason:
                 found.skipped[name] = f"skipped ({reason})"
                 continue

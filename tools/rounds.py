@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import machine
@@ -13,8 +14,7 @@ from contenders import Contender, OurEngine, Samples, Workload
 from tqdm import tqdm
 
 PAUSE_S = 0.02  # before each turn: the last one's threads stop spinning, and reading ahead comes to rest
-WARM_UP = 2  # rounds that are not counted
-
+WARM_UP = 2  # turns that are not counted, unless it is said how many steps are not
 
 # What a row says of a contender, if it does not apply to all: None then.
 DESCRIBED = (
@@ -24,43 +24,70 @@ DESCRIBED = (
 )  # fmt: skip
 
 
-def new_tokens(steps: int, burst: int, breakdown: int = 0) -> int:
-    """Tokens per row that `steps` timed and `breakdown` traced steps take: prefill makes one, the warm-up its own."""
-    return 1 + WARM_UP * burst + steps + breakdown
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Which steps each contender makes.
+
+    Attributes:
+      timed: steps that count. burst: steps of a turn, one right after the other; the last turn may be shorter.
+      warm_up: steps before them, which do not; None is two turns.
+      breakdown: steps after them, not timed, of which it is found out what they consist of.
+    """
+
+    timed: int
+    burst: int
+    warm_up: int | None = None
+    breakdown: int = 0
+
+    @property
+    def before(self) -> int:
+        """Steps that are not timed before those that are."""
+        return WARM_UP * self.burst if self.warm_up is None else self.warm_up
+
+    @property
+    def turns(self) -> list[tuple[int, bool]]:
+        """Each turn's steps, and whether they count."""
+        return [
+            *((n, False) for n in self._bursts(self.before)),
+            *((n, True) for n in self._bursts(self.timed)),
+        ]
+
+    def _bursts(self, steps: int) -> list[int]:
+        return [min(self.burst, steps - at) for at in range(0, steps, self.burst)]
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens per row that all of them take, with the one that prefill makes."""
+        return 1 + self.before + self.timed + self.breakdown
 
 
 def interleave(
     contenders: Sequence[Contender],
     work: Workload,
+    steps: Steps,
     *,
-    steps: int,
-    burst: int,
-    breakdown: int = 0,
     what: str = "",
 ) -> list[dict[str, Any]]:
     """One row per contender, from rounds in which each takes one turn, in an order that rotates.
 
     Args:
-      steps: timed steps of each. burst: steps of a turn, one right after the other; the last turn may be shorter.
-      breakdown: more steps of each, not timed, of which it is found out what they consist of.
       what: this is, for the progress bar.
     """
     samples = [Samples() for _ in contenders]
-    turns = [burst] * WARM_UP + [min(burst, steps - at) for at in range(0, steps, burst)]
     ttft = []
     title = f"{what}context {len(work.prompts[0])} batch {len(work.prompts)}"
-    total = len(contenders) * new_tokens(steps, burst)
+    total = len(contenders) * (steps.new_tokens - steps.breakdown)
     with tqdm(total=total, desc=title, unit="step", file=sys.stderr) as progress:
         for contender in contenders:
             progress.set_postfix_str(f"prefill {contender.label}")
             ttft.append(contender.prefill(work))
             progress.update()
         before = machine.load()
-        for turn, size in enumerate(turns):
+        for turn, (size, counts) in enumerate(steps.turns):
             for index in np.roll(np.arange(len(contenders)), turn).tolist():
                 progress.set_postfix_str(contenders[index].label)
                 time.sleep(PAUSE_S)
-                contenders[index].measure(samples[index] if turn >= WARM_UP else Samples(), size)
+                contenders[index].measure(samples[index] if counts else Samples(), size)
                 progress.update(size)
     loads = [before, machine.load()]
     rows = []
@@ -78,7 +105,7 @@ def interleave(
         row["tokens_as_first"] = None if given else _agreeing(contenders[0].tokens, contender.tokens)
         rows.append(row)
     for contender, row in zip(contenders, rows, strict=True):
-        row["breakdown"] = contender.breakdown(breakdown) if breakdown else None
+        row["breakdown"] = contender.breakdown(steps.breakdown) if steps.breakdown else None
     return rows
 
 

@@ -1,8 +1,8 @@
 """Policy `group` (KVSwap): disk holds everything, memory a summary of K and the groups in use.
 
 Each layer keeps C reuse slots of G tokens per row on the device. The M groups that a step needs are selected
-ahead: by a layer (`layer` lookahead: the layer before's input selects) or by a token (`step`: this step's exact
-queries select for the next step), so that what is missing is read while the device computes.
+ahead: by a layer (the layer before's input selects) or by a step (this step's exact queries select for the next),
+so that what is missing is read while the device computes. See `Selection.lookahead`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GroupCache(OffloadCache):
         self._table = SlotTable(plan.layers, b, choice.reuse_slots, plan.groups, choice.replacement)
         self._arrivals: list[Arrival | None] = [None] * plan.layers
         self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
-        self._asked = [True] * plan.layers  # whether what is wanted has been requested
+        self._unasked = deque[int]()  # layers that want what has not been requested, the next to run first
         self._step = 0
         self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
         self._read_s = 0.0
@@ -140,17 +140,17 @@ class GroupCache(OffloadCache):
     def step(
         self, layers: list[Params], x: jax.Array, lengths: jax.Array, held: np.ndarray, active: np.ndarray
     ) -> jax.Array:
-        by_layer = self._choice.lookahead == "layer"
+        by_step = self._choice.by_step(self._step)
         g = self._plan.group_tokens
         newest = np.where(active & ((held + 1) % g == 0), held // g, -1)  # groups that this step completes
         for layer, params in enumerate(layers):
             if layer in self._whole:
                 self._whole.place(layer, self._free[0])
-            elif (by_layer and layer == 0) or (self._step == 0 and not by_layer):
+            elif self._step == 0 if by_step else layer == 0:
                 self._predict(layer, params, x, lengths)
                 self._want(layer, self._step, self._newest)
                 self._request(layer)
-            following = layer + 1 if by_layer and layer + 1 < len(layers) else None
+            following = layer + 1 if not by_step and layer + 1 < len(layers) else None
             if following in self._whole:
                 following = None
             if following is not None:
@@ -162,9 +162,9 @@ class GroupCache(OffloadCache):
                 self._request(following)
             if layer:
                 self._finish_layer(layer - 1, newest)
-            if not by_layer:
-                self._request(self._ahead_of(layer))
+            self._request_ahead()
         self._finish_layer(len(layers) - 1, newest)
+        self._request_ahead()
         self._step += 1
         self._newest = newest
         return x
@@ -179,11 +179,11 @@ class GroupCache(OffloadCache):
             self._wanted[layer][rows] = np.column_stack([newest[rows], self._wanted[layer][rows, :-1]])
         else:
             return
-        self._asked[layer] = False
+        self._unasked.append(layer)
 
     def _finish_layer(self, layer: int, newest: np.ndarray) -> None:
-        """Takes what a layer's segment has put out for the host: completed groups, and under `step` lookahead
-        the selection."""
+        """Takes what a layer's segment has put out for the host: completed groups, and what it has selected for the
+        next step."""
         rows = np.flatnonzero(newest >= 0)
         if rows.size:
             k, v = self._layout.unpack(tuple(map(fetch, self._rolling[layer])))  # [B, Hkv, G, D] each
@@ -192,13 +192,8 @@ class GroupCache(OffloadCache):
                 record = self._pending.write(layer, row, group, k[row].swapaxes(1, 2), v[row])
                 if layer in self._whole:
                     self._whole.complete(layer, row, group, record)
-        if self._choice.lookahead == "step" and layer not in self._whole:
+        if self._choice.by_step(self._step + 1) and layer not in self._whole:
             self._want(layer, self._step + 1, newest)
-
-    def _ahead_of(self, layer: int) -> int:
-        """The layer that is as far behind the running one as there are lanes for; it may be of the next step."""
-        layers = self._plan.layers
-        return (layer + min(len(self._lanes), layers) - 1) % layers
 
     def _predict(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> None:
         if not self._choice.due(layer, self._step):
@@ -225,10 +220,11 @@ class GroupCache(OffloadCache):
             )
             return x
         state = (self._rolling[layer], self._summary[layer])
-        segment = self._graphs.segment
-        if self._graphs.between is not None and not self._choice.due(layer, self._step + 1):
+        segment, coming = self._graphs.segment, self._step + 1
+        selects = self._choice.by_step(coming) and self._choice.due(layer, coming)
+        if self._graphs.between is not None and not selects:
             segment = self._graphs.between
-        elif self._choice.lookahead == "step":
+        elif selects:
             state = (*state, self._ids[layer])
         x, *state = segment(params, self._adapters[layer], x, pool, used, lengths, after, *state)
         self._rolling[layer], self._summary[layer], *ids = state
@@ -240,9 +236,9 @@ class GroupCache(OffloadCache):
 
     def _request(self, layer: int) -> None:
         """Finds slots for what the layer wants and starts to read the missing groups."""
-        if self._asked[layer]:
+        if layer not in self._unasked:
             return
-        self._asked[layer] = True
+        self._unasked.remove(layer)
         request = self._table.request(layer, self._wanted[layer])
         lane = self._free.popleft()
         try:
@@ -252,6 +248,12 @@ class GroupCache(OffloadCache):
             self._give_up(request, lane)
             raise
         self._arrivals[layer] = Arrival(request, lane)
+
+    def _request_ahead(self) -> None:
+        """As `_request` for what the next step wants, for as many layers as there are lanes for. One is left free: a
+        layer that keeps every group takes completed ones through it."""
+        while self._unasked and len(self._free) > 1:
+            self._request(self._unasked[0])
 
     def _read(self, request: Request, lane: Lane, first: int) -> None:
         """Starts to fill the lane with the missing groups from index `first` on."""
@@ -330,7 +332,7 @@ class GroupCache(OffloadCache):
             if arrival is not None:
                 self._give_up(arrival.request, arrival.lane)
                 self._arrivals[layer] = None
-        self._asked = [True] * self._plan.layers
+        self._unasked.clear()
         self._pending.drain()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ TierChoice = Literal["auto", "dram", "disk"]
 
 _LOADS = (8, 16, 32, 64, 96, 128, 256)  # records; a graph each
 # Under `layer` one slot is loaded while the next fills; under `step` reads run further ahead.
-_STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8}
+_STAGING_SLOTS: dict[Lookahead, int] = {"layer": 2, "step": 8, "layer-then-step": 8}
 # A Hopper GPU's tensor cores take no less, and of 4 a CPU loses no less in the same memory (measured).
 GROUP_SIZE = 8
 _TPU_LANES = 128  # the last dimension of a TPU's tiles

@@ -162,7 +162,7 @@ class Replay:
             length, missed = self.context + step, []
             x = before = self._embed(step)
             for layer in range(len(self.layers)):
-                state.want(step, layer, before if state.choice.lookahead == "layer" else x)
+                state.want(step, layer, x if state.choice.by_step(step) else before)
                 missed.append(state.request(layer))
                 before = x
                 x = self._layer(layer, x, state.seen(layer, length), length)
@@ -218,12 +218,12 @@ class _GroupState:
         return fetch(ids)
 
     def want(self, step: int, layer: int, x: jax.Array) -> None:
-        """Settles which groups the layer wants in `step`, by the input `x` of the layer before. (Under `step`
-        lookahead that has been done, but in the first step, where the layer's own input selects.)"""
+        """Settles which groups the layer wants in `step`, by the input `x` of the layer before. (Where the step
+        before selects that has been done, but in the first step, where the layer's own input selects.)"""
         length = self._replay.context + step
         complete = length // self._g
         if self.choice.due(layer, step):
-            if step == 0 or self.choice.lookahead == "layer":
+            if step == 0 or not self.choice.by_step(step):
                 self._wanted[layer] = self._selected(layer, x, length, complete)
         elif length % self._g == 0:  # a group was completed since the last selection
             newest = np.full(self._replay.rows, complete - 1)
@@ -252,8 +252,8 @@ class _GroupState:
         return seen
 
     def appended(self, step: int, layer: int, x: jax.Array) -> None:
-        """The layer's new keys are in the cache: a group that they complete joins the summary, and under `step`
-        lookahead the layer's input `x` selects for the next step."""
+        """The layer's new keys are in the cache: a group that they complete joins the summary, and the
+        layer's input `x` selects for the next step, where the lookahead is by a step."""
         length = self._replay.context + step
         if (length + 1) % self._g == 0:
             self._summaries[layer] = _complete(
@@ -264,7 +264,7 @@ class _GroupState:
                 group_tokens=self._g,
                 dtype=self.choice.summary_dtype,
             )
-        if self.choice.lookahead == "step" and self.choice.due(layer, step + 1):
+        if self.choice.by_step(step + 1) and self.choice.due(layer, step + 1):
             self._wanted[layer] = self._selected(layer, x, length, (length + 1) // self._g)
 
 
