@@ -22,6 +22,7 @@ from swapkv_jax.group_graphs import GroupGraphs, compile_group_graphs
 from swapkv_jax.in_graph import in_graph_segment
 from swapkv_jax.models.blocks import BlockFunctions, Params, rms_norm, split_block
 from swapkv_jax.models.geometry import Geometry
+from swapkv_jax.models.products import multiply
 from swapkv_jax.plan import Plan
 from swapkv_jax.sampling import Sampling, choose
 from swapkv_jax.staging import compute_capability
@@ -284,8 +285,7 @@ def _head(geometry: Geometry, sampling: Sampling) -> Callable[..., Any]:
         lengths = lengths + advance
         y = rms_norm(x, params["final_norm"], geometry.norm_eps)
         table = params["embed"] if geometry.tied else params["head"]
-        # Table first: on a CPU this product streams the table once for any batch.
-        logits = jnp.einsum("vh,bh->vb", table, y, preferred_element_type=jnp.float32).T
+        logits = multiply(table, y, jnp.float32)
         tokens = jnp.where(forced >= 0, forced, choose(logits, lengths, sampling))
         return params["embed"][tokens], tokens, lengths, logits
 

@@ -42,7 +42,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 def choose(logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
     """The next token of each row. `positions` are those the tokens will take. Sampling is static."""
     if sampling.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # The first of the largest, as argmax finds it, which a CPU's XLA does a number at a time.
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        smaller = logits < logits.max(axis=-1, keepdims=True)
+        return jnp.where(smaller, jnp.int32(logits.shape[-1]), ids).min(axis=-1)
     scaled = logits / sampling.temperature
     kept = _nucleus(_top_k(scaled, sampling.top_k), sampling.top_p)
     rows = jnp.arange(logits.shape[0])

@@ -139,7 +139,7 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     fill = [(0, 0)] * 4 + [(0, width - 2 * dim)]
     packed = np.pad(np.concatenate(pools[1], axis=-1), fill)
     packed_rolling = np.pad(np.concatenate(rollings[1], axis=-1), fill[1:])
-    x = draw(b, params["qkv"]["kernel"].shape[0])
+    x = draw(b, params["qkv"]["kernel"].shape[1])
     after = ids
     more = (ids,) if choice.lookahead != "layer" else ()
     expected = xla(params, adapter, x, (xk, xv), mask, lengths, after, rollings[0], summary, *more)

@@ -34,6 +34,19 @@ def draws(logits: np.ndarray, sampling: Sampling, count: int) -> np.ndarray:
     return np.asarray(choose(jnp.asarray(rows), jnp.full((count,), 5, jnp.int32), sampling))
 
 
+@given(st.lists(st.sampled_from([-np.inf, -1.5, 0.0, 2.0, np.inf]), min_size=1, max_size=9))
+@settings(deadline=None)
+def test_greedy_takes_the_first_of_equals(row: list[float]) -> None:
+    logits = np.array([row], np.float32)
+    assert choose(jnp.asarray(logits), jnp.zeros((1,), jnp.int32), Sampling()).tolist() == [
+        int(logits.argmax())
+    ]
+
+
+def test_greedy_gives_a_token_even_of_no_numbers() -> None:
+    assert choose(jnp.full((2, VOCAB), jnp.nan), jnp.zeros((2,), jnp.int32), Sampling()).tolist() == [0, 0]
+
+
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
 def test_greedy(seed: int) -> None:

@@ -46,7 +46,7 @@ def fuse_layer(w: LayerWeights) -> Params:
 
 
 def _linear(w: LayerWeights, *names: str) -> Params:
-    linear = {"kernel": _aligned(np.concatenate([w[name] for name in names]).T)}
+    linear = {"kernel": _aligned(np.concatenate([w[name] for name in names]))}
     if f"{names[0]}_bias" in w:
         linear["bias"] = _aligned(np.concatenate([w[f"{name}_bias"] for name in names]))
     return linear
