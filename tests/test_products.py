@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swapkv_jax.models.products import multiply
@@ -13,6 +13,7 @@ from swapkv_jax.models.products import multiply
 sizes = st.integers(1, 70)
 
 
+@settings(deadline=None, max_examples=30)
 @given(rows=sizes, inputs=sizes, outputs=sizes, half=st.booleans())
 def test_it_is_the_product(rows: int, inputs: int, outputs: int, half: bool) -> None:
     """In the operands' dtype, or in float32 if asked."""
