@@ -120,6 +120,7 @@ def test_the_fastest_of_each_precision_takes_part(benchmark: ModuleType) -> None
         steps = importlib.import_module("rounds").Steps(timed=2, burst=1)
         found = peer_decode.choose_settings({"p": peer}, 1, 9, work, steps, dtype="float32")
     assert [(name, setting.name) for name, setting in found.settings] == [("p", "b"), ("p", "d")]
+    assert {row["steps"] for row in found.trials} == {2}
     assert [(row["setting"], row["tpot_s"], row["taken"]) for row in found.trials] == [
         ("a", 3.0, False),
         ("b", 2.0, True),

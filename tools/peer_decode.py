@@ -127,7 +127,7 @@ def choose_settings(
         taken = [setting for _, setting in fastest.values()]
         found.settings.extend((name, setting) for setting in taken)
         for (setting, _), row in zip(tried, rows, strict=True):
-            found.trials.append({**row, "steps": steps, "taken": setting in taken})
+            found.trials.append({**row, "steps": steps.timed, "taken": setting in taken})
     return found
 
 
