@@ -69,7 +69,7 @@ def device_bytes(engine: Engine) -> DeviceBytes:
         summary = of_layer("summary")
         predict -= of_layer("adapter") + summary
         compiled += ids + len(plan.selecting_layers) * (
-            segment + predict - (ids if choice.lookahead != "layer" else 0)
+            segment + predict - (ids if choice.segments_select else 0)
         )
         if program.group.whole is not None:
             own = program.group.whole.memory.arguments - layer_weights - shared - ids

@@ -67,7 +67,6 @@ def compile_group_graphs(
     columns = query_columns(plan.attention, geometry.heads * geometry.head_dim)
     queries = Shape((geometry.hidden, columns), jnp.dtype(choice.summary_dtype))
     k_row = Shape(plan.layer_shapes(plan.slot_rows)[0], dtype)
-    by_step = choice.lookahead != "layer"
     rarely = choice.lookahead == "layer-then-step" or max(choice.refresh, default=1) > 1
 
     def slots(layers: Sequence[int]) -> tuple[Any, Shape]:
@@ -80,7 +79,7 @@ def compile_group_graphs(
     def make_segment(*, selects: bool) -> Graph:
         state = [rolling, view.held, *([ids] if selects else [])]
         return make(
-            "segment" if selects == by_step else "between",
+            "segment" if selects == choice.segments_select else "between",
             group_segment(plan, block, selects=selects),
             [block.params, adapter, x, pool, used, lengths, ids, *state],
             (2, *range(7, 7 + len(state))),
@@ -122,8 +121,8 @@ def compile_group_graphs(
             [block.params, queries, adapter, x, view.held, lengths, ids],
             (6,),
         ),
-        segment=make_segment(selects=by_step),
-        between=make_segment(selects=False) if by_step and rarely else None,
+        segment=make_segment(selects=choice.segments_select),
+        between=make_segment(selects=False) if choice.segments_select and rarely else None,
         whole=whole,
         whole_load=whole_load,
     )

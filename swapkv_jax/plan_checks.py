@@ -115,7 +115,7 @@ def _validate_group(plan: Plan, geometry: Geometry) -> None:
             f"refresh has {len(plan.selection.refresh)} numbers for {plan.layers} layers; give one per layer, or "
             "leave it out"
         )
-    if plan.selection.lookahead != "layer" and plan.layers < 2:
+    if plan.selection.segments_select and plan.layers < 2:
         raise PlanError(
             f"lookahead {plan.selection.lookahead} reads for a layer while others compute, and the model has 1 "
             "layer; use lookahead layer"

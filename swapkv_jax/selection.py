@@ -85,6 +85,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Steps from a generation's first on in which every layer selects."""
         return 1 if self.opening_steps is msgspec.UNSET else self.opening_steps
 
+    @property
+    def segments_select(self) -> bool:
+        """Whether a step's segments ever select for the step after it."""
+        return self.lookahead != "layer"
+
     def by_step(self, step: int) -> bool:
         """Whether what layers attend in a generation's step is selected in the step before. (Under `step` lookahead
         the first step, which has none before it, selects itself.)"""

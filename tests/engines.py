@@ -143,10 +143,10 @@ def compile_once(plan: Plan, geometry: Geometry, sampling: Sampling) -> Program:
     group: dict[str, Any] = {}
     if plan.selection is not None:
         given = plan.selection
-        rarer = given.lookahead == "step" and max(given.refresh, default=1) > 1  # has a graph more
-        rarer |= given.lookahead == "layer-then-step"
+        rarely = given.lookahead == "layer-then-step" or max(given.refresh, default=1) > 1
+        rarer = given.segments_select and rarely  # has a graph more
         refresh = (2,) * plan.layers if rarer else ()
-        by = "layer" if given.lookahead == "layer" else "step"
+        by = "step" if given.segments_select else "layer"
         choice = msgspec.structs.replace(
             given, replacement="lru", attended="kept", refresh=refresh, lookahead=by, opening_steps=1
         )

@@ -94,7 +94,7 @@ def _segment(attention: Attention, items: tuple[tuple[str, Any], ...]) -> tuple[
     plan, model = plan_of(attention, dict(items))
     block = split_block(model, plan.dtype)
     interpret = INTERPRETED.get(attention, False)
-    selects = group_graphs.selection_of(plan).lookahead != "layer"
+    selects = group_graphs.selection_of(plan).segments_select
     return plan, block, jax.jit(group_graphs.group_segment(plan, block, selects=selects, interpret=interpret))
 
 
@@ -141,7 +141,7 @@ def compare_segments(attention: Attention, size: dict[str, Any], seed: int, used
     packed_rolling = np.pad(np.concatenate(rollings[1], axis=-1), fill[1:])
     x = draw(b, params["qkv"]["kernel"].shape[1])
     after = ids
-    more = (ids,) if choice.lookahead != "layer" else ()
+    more = (ids,) if choice.segments_select else ()
     expected = xla(params, adapter, x, (xk, xv), mask, lengths, after, rollings[0], summary, *more)
     ours = kernel(params, adapter, x, (packed,), mask, lengths, after, (packed_rolling,), summary, *more)
     tolerance = TOLERANCE[size["dtype"]]

@@ -23,6 +23,7 @@ from swapkv_jax.attention import attend_seen
 from swapkv_jax.group_graphs import selection_of
 from swapkv_jax.models import DTYPES, Model
 from swapkv_jax.models.blocks import BlockFunctions, query_weights, rms_norm, split_block
+from swapkv_jax.models.products import multiply
 from swapkv_jax.plan import Plan
 from swapkv_jax.predictor import group_means, group_scores, low_rank_query, select, summarise
 from swapkv_jax.prefilled import Prefilled
@@ -123,7 +124,7 @@ class Replay:
         def head(params, x):
             table = params["embed"] if geometry.tied else params["head"]
             y = rms_norm(x, params["final_norm"], geometry.norm_eps)
-            return jnp.einsum("vh,bh->bv", table, y, preferred_element_type=jnp.float32)
+            return multiply(table, y, jnp.float32)
 
         return head
 
