@@ -82,7 +82,7 @@ def test_records_open_only_at_their_own_place(tmp_path):
     assert (first, payload) == (0, Layout.of(IDENTITY).payload_bytes + KEY.overhead)
     records = np.fromfile(path, np.uint8)[HEADER_BYTES : HEADER_BYTES + 3 * stride].reshape(3, stride)
     swapped = np.ascontiguousarray(records[[1, 0, 2]])
-    stamp(swapped, payload, layer=0, first_group=0, nonce=nonce, valid=np.full(3, 64))
+    stamp(swapped, payload, layer=0, groups=np.arange(3), nonces=nonce, valid=64)
     with open(path, "r+b") as raw:
         raw.seek(HEADER_BYTES)
         raw.write(swapped.tobytes())

@@ -187,11 +187,10 @@ class GroupCache(OffloadCache):
         rows = np.flatnonzero(newest >= 0)
         if rows.size:
             k, v = self._layout.unpack(tuple(map(fetch, self._rolling[layer])))  # [B, Hkv, G, D] each
-            for row in rows.tolist():
-                group = int(newest[row])
-                record = self._pending.write(layer, row, group, k[row].swapaxes(1, 2), v[row])
-                if layer in self._whole:
-                    self._whole.complete(layer, row, group, record)
+            groups = newest[rows]
+            records = self._pending.write(layer, rows, groups, k[rows].swapaxes(2, 3), v[rows])
+            if layer in self._whole:
+                self._whole.complete(layer, rows, groups, records)
         if self._choice.by_step(self._step + 1) and layer not in self._whole:
             self._want(layer, self._step + 1, newest)
 

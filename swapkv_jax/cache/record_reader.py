@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Executor, Future
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,20 +12,32 @@ from swapkv_jax.cache.records import RecordTier
 from swapkv_jax.tiers import ScatteredReader
 
 
+class _Write(NamedTuple):
+    """Groups of one layer that one job writes."""
+
+    rows: np.ndarray  # [n]
+    groups: np.ndarray  # [n]
+    records: np.ndarray  # uint8 [n, stride]
+    job: Future[None]
+
+
 class PendingWrites:
-    """Completed groups on their way to the tier, which are served from memory until they are there."""
+    """Completed groups on their way to the tier. They are served from memory until they are there and their layer was
+    read once more: what a step completes the next step wants."""
 
     def __init__(self, tier: RecordTier, pool: Executor):
         self._tier, self._pool = tier, pool
-        self._writes: dict[tuple[int, int, int], tuple[np.ndarray, Future[None]]] = {}
+        self._writes: dict[int, list[_Write]] = {}  # of each layer
 
-    def write(self, layer: int, row: int, group: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Starts to write a complete group, K [Hkv, D, G] and V [Hkv, G, D], which are copied; the record, uint8
-        [stride], which must stay as it is."""
-        record = self._tier.new_record(k, v)
-        job = self._pool.submit(self._tier.write, layer, row, group, record)
-        self._writes[layer, row, group] = (record[0], job)
-        return record[0]
+    def write(
+        self, layer: int, rows: np.ndarray, groups: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> np.ndarray:
+        """Starts to write complete groups [n] of rows [n], K [n, Hkv, D, G] and V [n, Hkv, G, D], which are copied;
+        the records, uint8 [n, stride], which must stay as they are."""
+        records = self._tier.new_records(k, v)
+        job = self._pool.submit(self._tier.write_scattered, layer, rows, groups, records)
+        self._writes[layer] = [*self._unfinished(layer), _Write(rows, groups, records, job)]
+        return records
 
     def find(self, layer: int, rows: np.ndarray, groups: np.ndarray) -> dict[int, np.ndarray]:
         """Which of these groups are still in memory: index → record, uint8 [stride].
@@ -31,20 +45,27 @@ class PendingWrites:
         Raises:
           TierError: a write has failed.
         """
-        found = {}
-        for key, (record, job) in list(self._writes.items()):
-            if job.done():
-                job.result()
-                del self._writes[key]
-            elif key[0] == layer:
-                here = (rows == key[1]) & (groups == key[2])
-                found.update(dict.fromkeys(np.flatnonzero(here).tolist(), record))
+        for write in itertools.chain.from_iterable(self._writes.values()):
+            if write.job.done():
+                write.job.result()
+        found: dict[int, np.ndarray] = {}
+        for write in self._writes.get(layer, ()):
+            here = (rows[:, None] == write.rows) & (groups[:, None] == write.groups)
+            found.update((int(at), write.records[of]) for at, of in np.argwhere(here))
+        self._writes[layer] = self._unfinished(layer)
         return found
+
+    def _unfinished(self, layer: int) -> list[_Write]:
+        """The layer's writes that have not ended, or failed."""
+        return [
+            write for write in self._writes.get(layer, ()) if not write.job.done() or write.job.exception()
+        ]
 
     def drain(self) -> None:
         """Waits for every write; raises what one of them failed with."""
         writes, self._writes = self._writes, {}
-        failures = [failure for _, job in writes.values() if (failure := job.exception())]
+        jobs = [write.job for write in itertools.chain.from_iterable(writes.values())]
+        failures = [failure for job in jobs if (failure := job.exception())]
         if failures:
             raise failures[0]
 

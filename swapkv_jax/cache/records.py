@@ -12,7 +12,7 @@ import numpy as np
 from swapkv_jax.cache.base import CacheUse
 from swapkv_jax.cache.row_pool import RowPool
 from swapkv_jax.plan import Plan
-from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer
+from swapkv_jax.tiers import DiskStore, SequenceFile, aligned_buffer, write_scattered
 from swapkv_jax.trace import span
 
 
@@ -23,6 +23,11 @@ def in_steps(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Next to nothing, a step is none, and so are its values: its inverse might not be finite.
     per_step = np.divide(1, steps, out=np.zeros_like(steps), where=steps > np.finfo(np.float32).tiny)
     return np.rint(values * per_step[..., None, None]).astype(np.int8), steps
+
+
+def _span(what: str, started: float) -> None:
+    """A write that has just ended, for the trace."""
+    span(f"writes of {threading.current_thread().name}", what, started, time.perf_counter())
 
 
 class RecordTier:
@@ -71,11 +76,12 @@ class RecordTier:
         k_out[...], steps[:, 0::2] = in_steps(k)
         v_out[...], steps[:, 1::2] = in_steps(v)
 
-    def new_record(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """A record of its own, uint8 [1, stride], of a group's K [Hkv, D, G] and V [Hkv, G, D]."""
-        record = aligned_buffer(self._plan.stride_bytes)[None]
-        self.put(record, k[None], v[None])
-        return record
+    def new_records(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Records of their own, uint8 [n, stride], of groups' K [n, Hkv, D, G] and V [n, Hkv, G, D]."""
+        stride = self._plan.stride_bytes
+        records = aligned_buffer(len(k) * stride).reshape(len(k), stride)
+        self.put(records, k, v)
+        return records
 
     def keep(self, layer: int, row: int, length: int, k: np.ndarray, v: np.ndarray, batch: int) -> None:
         """Writes a prefilled row, K [Hkv, D, S] and V [Hkv, S, D], `batch` records at a time."""
@@ -113,8 +119,18 @@ class RecordTier:
         """
         started = time.perf_counter()
         self.files[row].write(layer, first_group, records)
-        lane = f"writes of {threading.current_thread().name}"
-        span(lane, f"layer {layer}, row {row}, {len(records)} groups", started, time.perf_counter())
+        _span(f"layer {layer}, row {row}, {len(records)} groups", started)
+        self._to_pool(layer, row, first_group, records)
+
+    def write_scattered(self, layer: int, rows: np.ndarray, groups: np.ndarray, records: np.ndarray) -> None:
+        """As `write`, complete groups [n] of rows [n]."""
+        started = time.perf_counter()
+        write_scattered(self.files, layer, rows, groups, records)
+        _span(f"layer {layer}, {len(records)} groups", started)
+        for at, (row, group) in enumerate(zip(rows.tolist(), groups.tolist(), strict=True)):
+            self._to_pool(layer, row, group, records[at : at + 1])
+
+    def _to_pool(self, layer: int, row: int, first_group: int, records: np.ndarray) -> None:
         if self.pool is not None and row < self.pool.rows:
             self.pool.write(layer, row, first_group, records)
 

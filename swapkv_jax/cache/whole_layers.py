@@ -18,15 +18,16 @@ class WholeLayers:
         self._plan, self._pools = plan, pools
         self._layers = frozenset(selection_of(plan).whole)
         self._groups = np.zeros(plan.batch, np.int64)  # of each row's prompt
-        self._completed: dict[int, dict[tuple[int, int], np.ndarray]] = {layer: {} for layer in self._layers}
+        # By layer: rows and groups [2, n] that the last step completed, and their records.
+        self._completed: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __contains__(self, layer: int | None) -> bool:
         return layer in self._layers
 
     def clear(self) -> None:
         """A new generation begins: nothing is in the slots."""
+        self._completed.clear()
         for layer in self._layers:
-            self._completed[layer] = {}
             self._pools.used[layer].host[...] = False
 
     def prefilled(self, row: int, length: int) -> None:
@@ -49,20 +50,20 @@ class WholeLayers:
                 lane.fence = self._pools.load(layer, lane.staging, rows[here], groups[here])
             self._pools.used[layer].host[rows, groups] = True
 
-    def complete(self, layer: int, row: int, group: int, record: np.ndarray) -> None:
-        """A step has completed a group; `record`, uint8 [stride], stays as it is."""
-        self._completed[layer][row, group] = record
+    def complete(self, layer: int, rows: np.ndarray, groups: np.ndarray, records: np.ndarray) -> None:
+        """A step has completed groups [n] of rows [n]; `records`, uint8 [n, stride], stay as they are."""
+        self._completed[layer] = (np.stack([rows, groups]), records)
 
     def place(self, layer: int, lane: Lane) -> None:
         """What the step before completed into its slots."""
-        completed, self._completed[layer] = self._completed[layer], {}
-        if not completed:
+        completed = self._completed.pop(layer, None)
+        if completed is None:
             return
-        places, most = np.array(list(completed), np.int32), self._pools.most(layer)
-        records = np.stack(list(completed.values()))
-        for first in range(0, len(places), most):
+        places, records = completed
+        most = self._pools.most(layer)
+        for first in range(0, len(records), most):
             here = slice(first, first + most)
             lane.wait_reusable()
             lane.staging.records[: len(records[here])] = records[here]
-            lane.fence = self._pools.load(layer, lane.staging, *places[here].T)
-        self._pools.used[layer].host[tuple(places.T)] = True
+            lane.fence = self._pools.load(layer, lane.staging, *places[:, here])
+        self._pools.used[layer].host[tuple(places)] = True

@@ -5,7 +5,7 @@ from swapkv_jax.tiers.disk_store import DiskStore, planned_file_bytes
 from swapkv_jax.tiers.dram_pool import BLOCK_BYTES, DramPool, TensorRef
 from swapkv_jax.tiers.eviction import SequenceOrder
 from swapkv_jax.tiers.record import record_stride
-from swapkv_jax.tiers.scattered import ScatteredReader
+from swapkv_jax.tiers.scattered import ScatteredReader, write_scattered
 from swapkv_jax.tiers.sequence_file import Run, SequenceFile
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "planned_file_bytes",
     "record_stride",
     "sequential_read_rate",
+    "write_scattered",
 ]

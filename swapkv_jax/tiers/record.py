@@ -30,17 +30,23 @@ def record_stride(payload_bytes: int, alignment: int) -> int:
 
 
 def stamp(
-    records: np.ndarray, payload_bytes: int, *, layer: int, first_group: int, nonce: int, valid: np.ndarray
+    records: np.ndarray,
+    payload_bytes: int,
+    *,
+    layer: int,
+    groups: np.ndarray,
+    nonces: np.ndarray | int,
+    valid: np.ndarray | int,
 ) -> None:
     """Zero the padding and write the footers of `records` `[n, stride]` uint8, in place.
 
-    `valid` `[n]` is how many tokens each group holds.
+    `groups` `[n]` says which they are, `valid` how many tokens each holds.
     """
     footers = _footers(records)
     records[:, payload_bytes:-FOOTER_BYTES] = 0
     footers["layer"] = layer
-    footers["group"] = np.arange(first_group, first_group + len(records))
-    footers["nonce"] = nonce
+    footers["group"] = groups
+    footers["nonce"] = nonces
     footers["valid"] = valid
     footers["flags"] = 0
     footers["checksum"] = _checksums(records)

@@ -15,6 +15,24 @@ from swapkv_jax.tiers.kernel_reads import KernelReads
 from swapkv_jax.tiers.sequence_file import SequenceFile
 
 
+def write_scattered(
+    files: Sequence[SequenceFile], layer: int, rows: np.ndarray, groups: np.ndarray, records: np.ndarray
+) -> None:
+    """Seals and writes full groups `[n]` of rows `[n]` of `files`, which are alike; `records` uint8 `[n, stride]` as
+    `SequenceFile.buffer` gives.
+
+    Raises:
+        TierError: no room, or a write keeps failing.
+    """
+    header = files[0].header
+    nonces = np.array([file.header.nonce for file in files], np.uint64)[rows]
+    record.stamp(
+        records, header.payload_bytes, layer=layer, groups=groups, nonces=nonces, valid=header.group_tokens
+    )
+    for at, (row, group) in enumerate(zip(rows.tolist(), groups.tolist(), strict=True)):
+        files[row].write_sealed(layer, group, records[at : at + 1])
+
+
 class _Batch(NamedTuple):
     """Records asked for, and the reads that bring them: runs of records adjacent in file and buffer."""
 

@@ -193,7 +193,6 @@ class SequenceFile:
         self._check_buffer(records)
         if not len(records):
             raise ValueError("no records to write")
-        self.reserve(first_group + len(records))
         header = self.header
         valid = np.full(len(records), header.group_tokens, np.uint32)
         if last_valid is not None:
@@ -202,10 +201,15 @@ class SequenceFile:
             records,
             header.payload_bytes,
             layer=layer,
-            first_group=first_group,
-            nonce=header.nonce if nonce is None else nonce,
+            groups=np.arange(first_group, first_group + len(records)),
+            nonces=header.nonce if nonce is None else nonce,
             valid=valid,
         )
+        self.write_sealed(layer, first_group, records)
+
+    def write_sealed(self, layer: int, first_group: int, records: np.ndarray) -> None:
+        """Write records that have their footers, uint8 `[n, stride]` as `buffer` gives. See `write`."""
+        self.reserve(first_group + len(records))
         for run in self.runs(layer, first_group, len(records)):
             start = run.first_group - first_group
             self._records.write(records[start : start + run.groups].reshape(-1), run.file_offset)
