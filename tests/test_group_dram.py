@@ -374,7 +374,7 @@ def test_a_write_that_failed_is_raised_by_the_next_read_and_at_the_end(tier: Rec
     with reading(tier) as r:
         with patch.object(tier, "write_scattered", side_effect=TierError("no room")):
             write_later(r, tier, 0, 1, 5, records(tier, rng, 1))
-        r.writes.release()
+            r.writes.release()
         rows, groups, out = np.array([2], np.int32), np.array([0], np.int32), records(tier, rng, 1)
         before = out.copy()
         with pytest.raises(TierError, match="no room"):

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,16 @@ class Arrival:
     lane: Lane
 
 
+class Completed(NamedTuple):
+    """The groups [n] that a step completes, of rows [n]."""
+
+    rows: np.ndarray
+    groups: np.ndarray
+
+
+_NONE = Completed(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 class GroupCache(OffloadCache):
     """See the module. Reads are started and awaited by the engine's thread, and done by the kernel meanwhile."""
 
@@ -80,7 +90,7 @@ class GroupCache(OffloadCache):
         self._wanted = [np.full((b, choice.selected_groups), -1, np.int32) for _ in each]
         self._unasked = deque[int]()  # layers that want what has not been requested, the next to run first
         self._step = 0
-        self._newest = np.full(b, -1)  # the group that each row completed in the step before, -1 for none
+        self._completed = _NONE  # by the step before
         self._read_s = 0.0
         self._overflow_loads = 0
 
@@ -111,7 +121,7 @@ class GroupCache(OffloadCache):
     def _open_sequences(self, names: list[str], prompts: Sequence[int], limits: Sequence[int]) -> None:
         self._drain()
         self._table.clear()
-        self._step, self._newest = 0, np.full(self._plan.batch, -1)
+        self._step, self._completed = 0, _NONE
         self._whole.clear()
         self._tier.open(names, limits)
 
@@ -142,13 +152,14 @@ class GroupCache(OffloadCache):
     ) -> jax.Array:
         by_step = self._choice.by_step(self._step)
         g = self._plan.group_tokens
-        newest = np.where(active & ((held + 1) % g == 0), held // g, -1)  # groups that this step completes
+        rows = np.flatnonzero(active & ((held + 1) % g == 0))
+        completed = Completed(rows, held[rows] // g)
         for layer, params in enumerate(layers):
             if layer in self._whole:
                 self._whole.place(layer, self._free[0])
             elif self._step == 0 if by_step else layer == 0:
                 self._predict(layer, params, x, lengths)
-                self._want(layer, self._step, self._newest)
+                self._want(layer, self._step, self._completed)
                 self._request(layer)
             following = layer + 1 if not by_step and layer + 1 < len(layers) else None
             if following in self._whole:
@@ -158,41 +169,41 @@ class GroupCache(OffloadCache):
             self._land(layer, x)
             x = self._run(layer, params, x, lengths, following)
             if following is not None:
-                self._want(following, self._step, self._newest)
+                self._want(following, self._step, self._completed)
                 self._request(following)
             if layer:
-                self._finish_layer(layer - 1, newest)
+                self._finish_layer(layer - 1, completed)
             self._request_ahead()
-        self._finish_layer(len(layers) - 1, newest)
+        self._finish_layer(len(layers) - 1, completed)
         self._request_ahead()
         self._step += 1
-        self._newest = newest
+        self._completed = completed
         return x
 
-    def _want(self, layer: int, step: int, newest: np.ndarray) -> None:
+    def _want(self, layer: int, step: int, completed: Completed) -> None:
         """What the layer should attend in `step`: a new selection, or the last one and what was completed since."""
         if self._choice.due(layer, step):
             self._wanted[layer] = fetch(self._ids[layer])
-        elif (newest >= 0).any():
-            rows = np.flatnonzero(newest >= 0)
+        elif completed.rows.size:
             # First, as what is completed next must not replace it; the last, which scored least, gives way.
-            self._wanted[layer][rows] = np.column_stack([newest[rows], self._wanted[layer][rows, :-1]])
+            last = self._wanted[layer][completed.rows, :-1]
+            self._wanted[layer][completed.rows] = np.concatenate([completed.groups[:, None], last], axis=1)
         else:
             return
         self._unasked.append(layer)
 
-    def _finish_layer(self, layer: int, newest: np.ndarray) -> None:
+    def _finish_layer(self, layer: int, completed: Completed) -> None:
         """Takes what a layer's segment has put out for the host: completed groups, and what it has selected for the
         next step."""
-        rows = np.flatnonzero(newest >= 0)
+        rows, groups = completed
         if rows.size:
-            k, v = self._layout.unpack(tuple(map(fetch, self._rolling[layer])))  # [B, Hkv, G, D] each
-            groups = newest[rows]
+            # [B, Hkv, G, D] each
+            k, v = self._layout.unpack(tuple(map(read_only_view, self._rolling[layer])))
             records = self._pending.write(layer, rows, groups, k[rows].swapaxes(2, 3), v[rows])
             if layer in self._whole:
                 self._whole.complete(layer, rows, groups, records)
         if self._choice.by_step(self._step + 1) and layer not in self._whole:
-            self._want(layer, self._step + 1, newest)
+            self._want(layer, self._step + 1, completed)
 
     def _predict(self, layer: int, params: Params, x: jax.Array, lengths: jax.Array) -> None:
         if not self._choice.due(layer, self._step):

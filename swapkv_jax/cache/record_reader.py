@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class PendingWrites:
     def __init__(self, tier: RecordTier, pool: Executor):
         self._tier, self._pool = tier, pool
         self._writes: dict[int, list[_Write]] = {}  # of each layer
+        self._failed: Exception | None = None
 
     def write(
         self, layer: int, rows: np.ndarray, groups: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -35,9 +36,16 @@ class PendingWrites:
         """Starts to write complete groups [n] of rows [n], K [n, Hkv, D, G] and V [n, Hkv, G, D], which are copied;
         the records, uint8 [n, stride], which must stay as they are."""
         records = self._tier.new_records(k, v)
-        job = self._pool.submit(self._tier.write_scattered, layer, rows, groups, records)
+        job = self._pool.submit(self._write, layer, rows, groups, records)
         self._writes[layer] = [*self._unfinished(layer), _Write(rows, groups, records, job)]
         return records
+
+    def _write(self, layer: int, rows: np.ndarray, groups: np.ndarray, records: np.ndarray) -> None:
+        try:
+            self._tier.write_scattered(layer, rows, groups, records)
+        except Exception as error:
+            self._failed = error
+            raise
 
     def find(self, layer: int, rows: np.ndarray, groups: np.ndarray) -> dict[int, np.ndarray]:
         """Which of these groups are still in memory: index → record, uint8 [stride].
@@ -45,9 +53,8 @@ class PendingWrites:
         Raises:
           TierError: a write has failed.
         """
-        for write in itertools.chain.from_iterable(self._writes.values()):
-            if write.job.done():
-                write.job.result()
+        if self._failed is not None:
+            raise self._failed
         found: dict[int, np.ndarray] = {}
         for write in self._writes.get(layer, ()):
             here = (rows[:, None] == write.rows) & (groups[:, None] == write.groups)
@@ -56,18 +63,15 @@ class PendingWrites:
         return found
 
     def _unfinished(self, layer: int) -> list[_Write]:
-        """The layer's writes that have not ended, or failed."""
-        return [
-            write for write in self._writes.get(layer, ()) if not write.job.done() or write.job.exception()
-        ]
+        return [write for write in self._writes.get(layer, ()) if not write.job.done()]
 
     def drain(self) -> None:
         """Waits for every write; raises what one of them failed with."""
         writes, self._writes = self._writes, {}
-        jobs = [write.job for write in itertools.chain.from_iterable(writes.values())]
-        failures = [failure for job in jobs if (failure := job.exception())]
-        if failures:
-            raise failures[0]
+        wait(write.job for write in itertools.chain.from_iterable(writes.values()))
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
 
 class RecordReader:
