@@ -367,6 +367,30 @@ def test_rarer_selections(
     assert runs == {"segment": selecting, "between": segments - selecting}
 
 
+@pytest.mark.parametrize("lookahead", get_args(Lookahead))
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "selected"])
+def test_rows_that_have_ended_want_nothing(
+    deep: Model, adapter: Adapter, tmp_path: Path, lookahead: str, kept: bool
+) -> None:
+    """Also where the token after their last would have completed a group: nobody writes that. The others go on."""
+    choice = few(lookahead=lookahead, attended="kept" if kept else "selected")
+    with Engine(deep, group_plan(deep, choice), store_dir=tmp_path, adapter=adapter) as engine:
+        expected = decode(engine, prompts_of(*LENGTHS), NEW)
+        for last in range(GROUP):
+            ended = decode(engine, prompts_of(*LENGTHS), NEW, finish={1: last, 2: last + 1})
+            for row in (0, 3):
+                assert ended.row(row) == expected.row(row)
+                np.testing.assert_array_equal(ended.logits[:, row], expected.logits[:, row])
+        cache = engine._cache
+        assert isinstance(cache, GroupCache)
+        watched = []
+        watch_landings(cache, lambda layer, request: watched.append(request))
+        decode(engine, prompts_of(*LENGTHS), NEW, finish={0: 0, 1: 0, 2: 0})
+        later = [request for request in watched[2 * deep.geometry.layers :] if request is not None]
+        assert later
+        assert all((request.wanted[:3] == -1).all() for request in later)
+
+
 def count_segments(cache: GroupCache) -> dict[str, int]:
     """How often each kind of segment has run since, once something has decoded."""
     graphs, runs = cache._graphs, {"segment": 0, "between": 0}

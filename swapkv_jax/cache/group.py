@@ -91,6 +91,7 @@ class GroupCache(OffloadCache):
         self._unasked = deque[int]()  # layers that want what has not been requested, the next to run first
         self._step = 0
         self._completed = _NONE  # by the step before
+        self._ended = np.zeros(b, np.bool_)  # rows that take no part any more
         self._read_s = 0.0
         self._overflow_loads = 0
 
@@ -152,6 +153,7 @@ class GroupCache(OffloadCache):
     ) -> jax.Array:
         by_step = self._choice.by_step(self._step)
         g = self._plan.group_tokens
+        self._ended = ~active
         rows = np.flatnonzero(active & ((held + 1) % g == 0))
         completed = Completed(rows, held[rows] // g)
         for layer, params in enumerate(layers):
@@ -184,6 +186,8 @@ class GroupCache(OffloadCache):
         """What the layer should attend in `step`: a new selection, or the last one and what was completed since."""
         if self._choice.due(layer, step):
             self._wanted[layer] = fetch(self._ids[layer])
+            # Of the group that an ended row's next token would complete there is no record.
+            self._wanted[layer][self._ended] = -1
         elif completed.rows.size:
             # First, as what is completed next must not replace it; the last, which scored least, gives way.
             last = self._wanted[layer][completed.rows, :-1]
