@@ -67,8 +67,9 @@ class PendingWrites:
 
     def drain(self) -> None:
         """Waits for every write; raises what one of them failed with."""
-        writes, self._writes = self._writes, {}
-        wait(write.job for write in itertools.chain.from_iterable(writes.values()))
+        # Whoever is interrupted here waits again: nothing may be written into the next generation's files.
+        wait(write.job for write in itertools.chain.from_iterable(self._writes.values()))
+        self._writes.clear()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
