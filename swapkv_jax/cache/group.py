@@ -201,8 +201,7 @@ class GroupCache(OffloadCache):
         next step."""
         rows, groups = completed
         if rows.size:
-            # [B, Hkv, G, D] each
-            k, v = self._layout.unpack(tuple(map(read_only_view, self._rolling[layer])))
+            k, v = self._rolling_tokens(layer)
             records = self._pending.write(layer, rows, groups, k[rows].swapaxes(2, 3), v[rows])
             if layer in self._whole:
                 self._whole.complete(layer, rows, groups, records)
@@ -328,9 +327,13 @@ class GroupCache(OffloadCache):
         return  # every layer's completed groups were taken while the next one computed
 
     def newest(self, layer: int, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        k, v = self._layout.unpack(tuple(map(read_only_view, self._rolling[layer])))  # [B, Hkv, G, D] each
+        k, v = self._rolling_tokens(layer)
         rows, at = np.arange(len(held)), held % self._plan.group_tokens
         return k[rows, :, at], v[rows, :, at]
+
+    def _rolling_tokens(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V [B, Hkv, G, D] of a layer's rolling buffer, to be read before its next segment."""
+        return self._layout.unpack(tuple(map(read_only_view, self._rolling[layer])))
 
     # ---- the end -------------------------------------------------------------------------------------
 

@@ -43,9 +43,8 @@ class PendingWrites:
     def _write(self, layer: int, rows: np.ndarray, groups: np.ndarray, records: np.ndarray) -> None:
         try:
             self._tier.write_scattered(layer, rows, groups, records)
-        except Exception as error:
-            self._failed = error
-            raise
+        except Exception as error:  # for `find` and `drain`
+            self._failed = self._failed or error
 
     def find(self, layer: int, rows: np.ndarray, groups: np.ndarray) -> dict[int, np.ndarray]:
         """Which of these groups are still in memory: index → record, uint8 [stride].

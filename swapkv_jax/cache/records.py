@@ -78,8 +78,7 @@ class RecordTier:
 
     def new_records(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Records of their own, uint8 [n, stride], of groups' K [n, Hkv, D, G] and V [n, Hkv, G, D]."""
-        stride = self._plan.stride_bytes
-        records = aligned_buffer(len(k) * stride).reshape(len(k), stride)
+        records = self.files[0].buffer(len(k))
         self.put(records, k, v)
         return records
 
@@ -87,7 +86,7 @@ class RecordTier:
         """Writes a prefilled row, K [Hkv, D, S] and V [Hkv, S, D], `batch` records at a time."""
         p = self._plan
         whole, rest = divmod(length, p.group_tokens)
-        scratch = aligned_buffer(batch * p.stride_bytes).reshape(batch, p.stride_bytes)
+        scratch = self.files[row].buffer(batch)
         for first in range(0, whole, batch):
             n = min(batch, whole - first)
             tokens = slice(first * p.group_tokens, (first + n) * p.group_tokens)
